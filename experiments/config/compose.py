@@ -23,6 +23,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
+from pydantic import BaseModel
 
 from experiments.config import explain as messages
 from experiments.config import hparams, resolvers, rules, same_run, schedules, validate
@@ -70,23 +71,25 @@ def compose(overrides: Sequence[str], config_dir: Path = CONF) -> Composed:
     """Composes conf/config.yaml with `overrides`. Raises UserError for whatever Hydra cannot make of them."""
     overrides = as_of_now(readable(overrides))
     try:
-        full = _compose(overrides, config_dir)
+        made = _composed(overrides, config_dir)
     except CONFIG_ERRORS as error:
         raise explain(error, overrides, config_dir) from error
-    composed = from_hydra(full, list(overrides))
-    validate.check_structure(_raw(composed.config))
-    return composed
+    validate.check_structure(_raw(made.config))
+    return made
 
 
-def plain(overrides: Sequence[str], config_dir: Path) -> dict[str, Any]:
-    """Another configuration than a run's: `config_dir`/config.yaml with `overrides`, resolved. Raises UserError."""
+def plain(overrides: Sequence[str], config_dir: Path, schema: type[BaseModel]) -> dict[str, Any]:
+    """Another configuration than a run's: `config_dir`/config.yaml with `overrides`, resolved, as its schema has it.
+
+    Raises UserError.
+    """
     try:
-        config = from_hydra(_compose(overrides, config_dir), list(overrides)).config
-        return {str(k): v for k, v in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore[union-attr]
+        config = _composed(overrides, config_dir).config
+        found = {str(k): v for k, v in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore[union-attr]
     except CONFIG_ERRORS as error:
-        raise messages.explain(
-            error, config_dir, lambda _: _keys(_raw(from_hydra(_compose([], config_dir), []).config))
-        ) from error
+        raise messages.explain(error, config_dir, lambda _: list(dict(validate.fields(schema)))) from error
+    validate.check_section(schema, found)
+    return found
 
 
 def compared(composed: Composed) -> list[list[str]]:
@@ -140,15 +143,6 @@ def as_of_now(overrides: Sequence[str]) -> list[str]:
     return now
 
 
-def from_hydra(full: DictConfig, overrides: Sequence[str]) -> Composed:
-    """Splits a configuration that holds the `hydra` node."""
-    choices = {k: v for k, v in full.hydra.runtime.choices.items() if v is not None}
-    with omegaconf.open_dict(full):
-        config = full.copy()
-        config.pop("hydra")
-    return composed(config, choices, overrides)
-
-
 def composed(config: DictConfig, choices: dict[str, str], overrides: Sequence[str]) -> Composed:
     """What Hydra has composed, without the `hydra` node. Files may hold keys under their old names."""
     if old := old_keys.names(raw := _raw(config)):
@@ -199,8 +193,7 @@ def _resolve(composed: Composed) -> dict[str, Any]:
     validate.check(everything)
     rules.check_scales(everything["scales"])
     rules.check_hook(everything)
-    rules.check_sharded(everything)
-    rules.check_products(everything)
+    rules.check_precision(everything)
     rules.check_virtual(everything)
     schedules.check_keys(everything["train"]["lr_schedule"])
     if everything["run_name"] is None and everything["resume"] == "auto":
@@ -244,7 +237,7 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: Path = CONF)
     def known(wrong: str) -> list[str]:
         others = [o for o in overrides if wrong not in o]
         with contextlib.suppress(*CONFIG_ERRORS, UserError):  # a second mistake: the names of the groups must do
-            return validate.keys_of(_raw(from_hydra(_compose(others, config_dir), others).config))
+            return validate.keys_of(_raw(_composed(others, config_dir).config))
         return list(validate.GROUPS)
 
     return messages.explain(error, config_dir, known)
@@ -269,11 +262,12 @@ def _compose(overrides: Sequence[str], config_dir: Path) -> DictConfig:
         GlobalHydra.instance().hydra = state
 
 
-def _keys(section: dict[str, Any], prefix: str = "") -> list[str]:
-    """The keys of a configuration as it stands in its files."""
-    found = [f"{prefix}{key}" for key in section]
-    inner = [_keys(v, f"{prefix}{k}.") for k, v in section.items() if isinstance(v, dict)]
-    return found + [key for keys in inner for key in keys]
+def _composed(overrides: Sequence[str], config_dir: Path) -> Composed:
+    full = _compose(overrides, config_dir)
+    choices = {k: v for k, v in full.hydra.runtime.choices.items() if v is not None}
+    with omegaconf.open_dict(full):
+        full.pop("hydra")
+    return composed(full, choices, overrides)
 
 
 def _value(config: DictConfig, key: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PrivateAttr
 
-from experiments.config import compose, validate
+from experiments.config import compose
 from experiments.config.kinds import AtLeastOne, Count, Nodes, NotNegative, Positive, Ranks, Switch, Text, Words, doc
 from experiments.config.schema import Section
 from launch.errors import UserError
@@ -74,9 +74,7 @@ def ask(overrides: Sequence[str]) -> Question:
     """What key=value pairs ask, with `methods` as a list. Raises UserError for unknown keys and values out of range."""
     # Hydra would take methods=a,b for two runs, layers=24 of a model for a key, and gpu=4090 for a number.
     typed = [re.sub(r"""^((?:methods|model|gpu)=)(?!\[|"|null$)'?(.+?)'?$""", r'\1"\2"', o) for o in overrides]
-    asked = compose.plain(typed, FOLDER)
-    validate.check_section(Question, asked)
-    found = Question.model_validate(asked)
+    found = Question.model_validate(compose.plain(typed, FOLDER, Question))
     found._said = frozenset(map(compose.key_of, overrides))
     if isinstance(found.methods, str):
         found.methods = found.methods.split(",")

@@ -45,9 +45,9 @@ def _renamed(old: str) -> tuple[str, str]:
 def _rows(model: type[BaseModel], prefix: str = "", but: Collection[str] = ()) -> list[tuple[str, str, str]]:
     """A row for each key of a schema. but: sections and keys that stand elsewhere."""
     return [
-        (f"`{prefix}{'.'.join(path)}`", kinds.words(field.annotation, field.metadata).text, field.description or "")
-        for path, field in validate.fields(model)
-        if path[0] not in but and validate.section_of(field.annotation) in (None, dict)
+        (f"`{prefix}{key}`", kinds.words(field.annotation, field.metadata).text, field.description or "")
+        for key, field in validate.fields(model)
+        if key.partition(".")[0] not in but and validate.section_of(field.annotation) in (None, dict)
     ]
 
 

@@ -58,7 +58,7 @@ def check_some(keys: Sequence[str], get: Callable[[str], Any], raw: dict[str, An
 
     get: the resolved value of a key. raw: the configuration, which need not be resolved.
     """
-    every = {_join(prefix, *path): field for prefix, model, _ in _parts(raw) for path, field in fields(model)}
+    every = {key: field for prefix, model, _ in _parts(raw) for key, field in fields(model, prefix)}
     for key in keys:
         if (field := every.get(key)) is not None and not _missing(raw, key):
             value, kind = get(key), cast(Any, typing.Annotated[field.annotation, field])  # type: ignore[valid-type]
@@ -85,7 +85,7 @@ def check_section(
     for error in errors:
         key, field = _at(model, error["loc"])
         if error["type"] in ("extra_forbidden", "invalid_key"):
-            raise unknown(_join(prefix, *error["loc"]), known or [_join(prefix, *path) for path, _ in fields(model)])
+            raise unknown(_join(prefix, *error["loc"]), known or list(dict(fields(model, prefix))))
         is_section = field is not None and section_of(field.annotation) is not None
         is_value = is_section and not str(error["input"]).startswith("${")  # which may refer to a section
         if error["type"] == "missing" or is_value or not structure_only:
@@ -97,7 +97,7 @@ def keys_of(config: dict[str, Any]) -> list[str]:
     """The keys that a configuration may have, sections included, for suggestions."""
     found = list(GROUPS)
     for prefix, model, _ in _parts(config):
-        found += [_join(prefix, *path) for path, _ in fields(model)]
+        found += dict(fields(model, prefix))
     workload = config.get("workload")
     return found + [f"workload.{key}" for key in (workload if isinstance(workload, dict) else ())]
 
@@ -258,12 +258,13 @@ def section_of(annotation: Any) -> Any:
     return dict if typing.get_origin(annotation) is dict else None
 
 
-def fields(model: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """The dotted keys of a schema, sections included, and their fields. prefix: the key that it stands under."""
     for name, field in model.model_fields.items():
-        yield (*prefix, name), field
-        section = section_of(field.annotation)
-        if section is not None and section is not dict:
-            yield from fields(section, (*prefix, name))
+        key = _join(prefix, name)
+        yield key, field
+        if (section := section_of(field.annotation)) not in (None, dict):
+            yield from fields(section, key)
 
 
 def _missing(raw: dict[str, Any], key: str) -> bool:
