@@ -62,7 +62,7 @@ def main() -> int:
         return 0
     # Hydra wants its flags before the overrides; users write them anywhere. "--": a flag may take a value, or none (--info).
     typed_in = ["cluster.dry_run=true" if a == "--dry-run" else a for a in sys.argv[1:] if a != "--"]
-    overrides = compose.as_of_now(compose.readable([a for a in typed_in if _is_override(a)]))
+    overrides = compose.readable([a for a in typed_in if _is_override(a)])
     flags = [a for a in typed_in if not _is_override(a)]
     if wrong := [a for a in get_args_parser().parse_known_args(flags)[1] if a.startswith("-")]:
         raise UserError(f"unrecognized arguments: {' '.join(wrong)}; --help lists the flags, --hydra-help Hydra's")

@@ -69,7 +69,7 @@ class Composed:
 
 def compose(overrides: Sequence[str], config_dir: Path = CONF) -> Composed:
     """Composes conf/config.yaml with `overrides`. Raises UserError for whatever Hydra cannot make of them."""
-    overrides = as_of_now(readable(overrides))
+    overrides = readable(overrides)
     try:
         made = _composed(overrides, config_dir)
     except CONFIG_ERRORS as error:
@@ -114,33 +114,25 @@ def unless_given(own: Sequence[str], given: Sequence[str]) -> list[str]:
 def readable(overrides: Sequence[str]) -> list[str]:
     """`overrides` as Hydra reads what was meant. In quotes: cluster.hosts=a,b,c, which it would take for three runs, and
     a path with a character that its grammar lacks (one with a comma may be a sweep over two). ~ is the home folder.
-    Raises UserError for keys of Hydra's that would do nothing."""
+    Renamed keys have their new names; one warning names those, once. Raises UserError for keys of Hydra's that would do
+    nothing."""
     if wrong := [key for key in map(key_of, overrides) if _OWN.fullmatch(key)]:
         own = "output_dir, run_name and results_dir say where a run is kept, and jobs run one after the other"
         if ".env_" in wrong[0]:
             own = "set a variable in the shell, NAME=VALUE python ..., or on ssh's hosts by cluster.env"
         raise UserError(f"{wrong[0]} is not used here: {own}")
-    if lists := [key for key, _, value in (o.lstrip("+").partition("=") for o in overrides) if _is_list(key, value)]:
-        raise UserError(f"{lists[0]} is one name, not a list; run.py -m runs each of NAME,NAME")
-    return [_HOSTS.sub(r'\1"\2"', _PATH.sub(_path, o)) for o in overrides]
-
-
-def _is_list(key: str, value: str) -> bool:
-    """Of a group's files Hydra would compose one over the other."""
-    return key in ("exp", *validate.GROUPS) and value.startswith("[")
+    lists = [f"{group}=[" for group in ("exp", *validate.GROUPS)]  # Hydra would compose one file over the other
+    if wrong := [o for o in overrides if o.lstrip("+").startswith(tuple(lists))]:
+        raise UserError(f"{key_of(wrong[0])} is one name, not a list; run.py -m runs each of NAME,NAME")
+    now, renamed = old_keys.overrides(_HOSTS.sub(r'\1"\2"', _PATH.sub(_path, o)) for o in overrides)
+    _warn(renamed)
+    return now
 
 
 def _path(match: re.Match[str]) -> str:
     key, quote, path = match.groups()
     quote = quote or ('"' if re.search(r"[^ -~]|[()=#&!;<>^`~\[\]]", path) else "")
     return f"{key}{quote}{os.path.expanduser(path)}{quote}"
-
-
-def as_of_now(overrides: Sequence[str]) -> list[str]:
-    """`overrides` with keys that have been renamed under their new names. One warning names those, once."""
-    now, said = old_keys.overrides(overrides)
-    _warn(said)
-    return now
 
 
 def composed(config: DictConfig, choices: dict[str, str], overrides: Sequence[str]) -> Composed:
