@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -66,12 +65,7 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def within(key: str, sections: Iterable[str]) -> bool:
     """Whether a dotted key is one of these, or lies in one."""
-    return f"{key}.".startswith(_beginnings(tuple(sections)))
-
-
-@functools.cache
-def _beginnings(sections: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{section}." for section in sections)
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
 def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
