@@ -32,10 +32,12 @@ SECTIONS = ("train",)
 
 @functools.cache
 def table(workload: str, conf: Path) -> dict[str, dict[str, Any]]:
-    """The entries of one workload's file, by optimizer, with those that it takes over from others. Raises UserError."""
-    path = conf / GROUP / f"{workload}.yaml"
+    """The entries of one workload's file, by optimizer, with those that it takes over from others.
+
+    Raises UserError, also where the file names an optimizer, an argument or a key that there is not.
+    """
     where = f"{conf.name}/{GROUP}/{workload}.yaml"
-    content = _read(path)
+    content, main = _read(conf / GROUP / f"{workload}.yaml"), _read(conf / "config.yaml")
     entries: dict[str, dict[str, Any]] = {}
     others = content.pop("defaults", [])
     if not isinstance(others, list):
@@ -47,16 +49,6 @@ def table(workload: str, conf: Path) -> dict[str, dict[str, Any]]:
     for optimizer, entry in content.items():
         if not isinstance(entry, dict):
             raise UserError(f"{where}: {optimizer} must hold arguments, such as {{lr: 0.1}}")
-        entries[str(optimizer)] = entry
-    return entries
-
-
-@functools.cache
-def check(workload: str, conf: Path) -> None:
-    """Raises UserError where the file of a workload names an optimizer, an argument or a key that there is not."""
-    where = f"{conf.name}/{GROUP}/{workload}.yaml"
-    main = _read(conf / "config.yaml")
-    for optimizer, entry in table(workload, conf).items():
         path = conf / "optimizer" / f"{optimizer}.yaml"
         if not path.is_file():
             raise UserError(f"{where} has an entry for '{optimizer}', but {conf.name}/optimizer has no such file")
@@ -69,6 +61,8 @@ def check(workload: str, conf: Path) -> None:
                     raise UserError(f"{where}: {optimizer} sets {key}.{unknown[0]}, which is not a key of config.yaml")
             elif key not in known:
                 raise UserError(f"{where}: {optimizer} has no '{key}'; it takes {', '.join(sorted(known))}")
+        entries[str(optimizer)] = entry
+    return entries
 
 
 class HparamsSource(ConfigSource):
@@ -106,10 +100,8 @@ class HparamsSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         workload, optimizer = self._split(config_path)
-        if not workload or not self.is_group(f"{GROUP}/{workload}"):
-            return False
-        check(workload, self.conf)  # here, since a misspelt name of an optimizer would be skipped without a word
-        return optimizer in table(workload, self.conf)
+        # The table checks itself: a misspelt name of an optimizer would be skipped without a word.
+        return bool(workload) and self.is_group(f"{GROUP}/{workload}") and optimizer in table(workload, self.conf)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         _, _, workload = config_path.partition("/")

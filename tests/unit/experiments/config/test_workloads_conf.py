@@ -145,14 +145,14 @@ def test_mistakes_in_hyper_parameters(text: str, words: str, tmp_path: Path) -> 
     (conf / "config.yaml").symlink_to(CONF / "config.yaml")
     (conf / "hparams" / "digits.yaml").write_text(text)
     with pytest.raises(UserError) as error:
-        hparams.check("digits", conf)
+        hparams.table("digits", conf)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("workload", sorted({workload for workload, _ in ENTRIES}))
 def test_files_of_hyper_parameters_hold_no_mistake(workload: str) -> None:
-    hparams.check(workload, CONF)
+    hparams.table(workload, CONF)
 
 
 def test_the_papers_learning_rates_of_resnet50() -> None:
