@@ -209,9 +209,7 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
         start.check_results(resolved[0])
     made = plan.make(chosen, commands, group) if rank == 0 else None
     with contextlib.ExitStack() as until_the_end:
-        if made is not None:
-            until_the_end.enter_context(start.opened(made))
-        spec = start.share(made)
+        spec = until_the_end.enter_context(start.shared(made))
         if rank == 0:
             comparison_run = until_the_end.enter_context(TrackedComparison(chosen, spec.id))
         start.as_rank(spec, rank, turns.train, plan.write_failed)

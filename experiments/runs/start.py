@@ -30,7 +30,7 @@ from launch.words import say
 if TYPE_CHECKING:
     from experiments.workloads.base import Workload
 
-_keep: list[object] = []  # the store of a world that rank 0 hosts must outlive `share`
+_keep: list[object] = []  # the store of a world that rank 0 hosts must outlive `shared`
 
 
 def launch(composed: Composed, *, command: str, group: str | None = None, alone: bool = False) -> RunSpec:
@@ -158,28 +158,35 @@ def join(composed: Composed, *, command: str) -> RunSpec:
         check_results(compose.resolve(composed))
         print_banner(composed, workload)
     command = under(composed.config.cluster, command)
-    spec = compose.make_spec(composed, command=command) if rank == 0 else None
-    with contextlib.ExitStack() as until_the_end:
-        if spec is not None:
-            until_the_end.enter_context(opened(spec))
-        shared = share(spec)
-        as_rank(shared, rank)
-        return shared
+    with shared(compose.make_spec(composed, command=command) if rank == 0 else None) as spec:
+        as_rank(spec, rank)
+        return spec
 
 
 @contextlib.contextmanager
-def opened(spec: RunSpec) -> Iterator[None]:
-    """Holds the folder of a run, with its spec, while it is open. Raises UserError where it cannot be had."""
+def shared(spec: RunSpec | None) -> Iterator[RunSpec]:
+    """Rank 0's `spec`, on every rank: one id and one folder for the run, which rank 0 holds while it is open.
+
+    Raises UserError where the folder cannot be had.
+    """
+    import torch.distributed as dist
+
     with contextlib.ExitStack() as until_the_end:
-        try:
-            spec.path.mkdir(parents=True, exist_ok=True)
-            until_the_end.enter_context(lock.held(spec.path))
-            spec.save()
-        except OSError as error:
-            raise UserError(
-                f"cannot write to {spec.run_dir}: {error.strerror or error}; set output_dir=FOLDER"
-            ) from error
-        yield
+        if spec is not None:
+            try:
+                spec.path.mkdir(parents=True, exist_ok=True)
+                until_the_end.enter_context(lock.held(spec.path))
+                spec.save()
+            except OSError as error:
+                raise UserError(
+                    f"cannot write to {spec.run_dir}: {error.strerror or error}; set output_dir=FOLDER"
+                ) from error
+        store, _, _ = next(iter(dist.rendezvous("env://")))
+        _keep.append(store)
+        key = f"birder/spec/{len(_keep)}"  # torchrun's restart count differs between nodes that came at different times
+        if spec is not None:
+            store.set(key, json.dumps(dataclasses.asdict(spec)))
+        yield spec or RunSpec(**json.loads(store.get(key)))
 
 
 def as_rank(
@@ -232,17 +239,3 @@ def under(cluster: DictConfig, command: str) -> str:
     """`command` as torchrun starts it on the nodes of `cluster`."""
     shape = f"--nnodes {cluster.nodes} --nproc-per-node {cluster.ranks_per_node}"
     return f"torchrun {shape} {command.removeprefix('python ')}"
-
-
-def share(spec: RunSpec | None) -> RunSpec:
-    """Rank 0's `spec`, on every rank: one id and one directory for the run."""
-    import torch.distributed as dist
-
-    store, rank, _ = next(iter(dist.rendezvous("env://")))
-    _keep.append(store)
-    key = f"birder/spec/{len(_keep)}"  # torchrun's count of restarts differs between nodes that came at different times
-    if rank == 0:
-        assert spec is not None
-        store.set(key, json.dumps(dataclasses.asdict(spec)))
-        return spec
-    return RunSpec(**json.loads(store.get(key)))

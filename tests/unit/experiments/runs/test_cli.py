@@ -122,7 +122,6 @@ def test_under_torchrun_folders_are_looked_at_before_the_first_step(
     """A file stands where a folder must be: as without torchrun, one line."""
     as_rank_zero(monkeypatch, of=1)
     monkeypatch.setattr(start, "as_rank", lambda *_: pytest.fail("it trains"))
-    monkeypatch.setattr(start, "share", lambda spec: spec)
     Path(taken).parent.mkdir(parents=True)
     Path(taken).touch()
     monkeypatch.setattr(sys, "argv", ["script.py", "+exp=digits", "timing.mode=interleaved", "tracker=none"])
