@@ -30,6 +30,7 @@ from experiments.cells import suite
 from experiments.cells.model import ReplayModel
 from experiments.cells.setups import Setup, Setups
 from experiments.cells.suite import Measurement, Scaled, Suite
+from experiments.cells.timelines import flattened
 from experiments.records import record
 from experiments.training import machine, step_profile, traffic, worker
 from experiments.training.world import gathered, joined
@@ -91,7 +92,7 @@ class Node:
         timeline = self.suite.timeline(self.cells[0].model, self.cells[0].rate)
         names = dict.fromkeys(c.method for c in self.cells if not self.suite.methods[c.method].hook)
         for method in {m.optimizer["_target_"]: m for m in map(self.suite.methods.__getitem__, names)}.values():
-            model = ReplayModel(timeline, 0.0, fraction=1e-3)
+            model = ReplayModel(flattened(timeline, 1e-3), 0.0)
             setup = Setup(method, model, 1e-3, self.size, self.suite.gpus_per_node)
             setup.step()
             setup.close()
@@ -105,7 +106,7 @@ class Node:
             for same in self._order(cells, number):
                 with setups.use(same[0]) as setup:
                     for s in same:
-                        setup.follow(s.replayed, s.dilation)
+                        setup.follow(s)
                         mine[s.cell].append(setup.turn())
                         if number + 1 == self.rounds and self.plan.get("profile"):
                             self._profile(s, setup)
@@ -160,7 +161,7 @@ class Node:
             return None
         cell, method, gpus = s.cell, s.method, self.suite.gpus_per_node
         sends = {"enabled": method.wire != "none", "overlap": method.overlap}
-        facts = {"fraction": s.sent, "share": s.share, "elements": s.elements, "peak": peak, "gpus": gpus}
+        facts = {"fraction": s.sent, "share": s.share, "elements": s.replayed.elements, "peak": peak, "gpus": gpus}
         config = {
             **self._template.config,
             self.suite.name: {**cell._asdict(), **facts},

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from birder.predict.timeline import Timeline
-from experiments.cells.timelines import scaled
 
 
 def pause_until(deadline: float) -> None:
@@ -24,33 +23,25 @@ def pause_until(deadline: float) -> None:
 class ReplayModel(nn.Module):
     """Parameters of a timeline's names; its backward hands out each gradient when the timeline says so.
 
-    fraction: share of each tensor's elements that is kept, as a flat tensor; 1: the real shapes.
     delay_ms: added to every gradient's time.
-    like:     a model of the same timeline and fraction whose memory is used again: parameters, which decide nothing, and
-              gradients, which are only read.
+    like:     a model of the same shapes whose memory is used again: parameters, which decide nothing, and gradients, which
+              are only read.
     The input of `forward` decides nothing. Gradients are fixed values, none of them 0.
     """
 
     def __init__(
-        self,
-        timeline: Timeline,
-        dilation: float,
-        *,
-        fraction: float = 1.0,
-        delay_ms: float = 0.0,
-        like: ReplayModel | None = None,
+        self, timeline: Timeline, dilation: float, *, delay_ms: float = 0.0, like: ReplayModel | None = None
     ) -> None:
         super().__init__()
         random = torch.Generator().manual_seed(0)
         self._flat: list[nn.Parameter] = []
         self._values: list[Tensor] = [] if like is None else like._values
         for i, g in enumerate(timeline.gradients):
-            shape = g.shape if fraction == 1 else (scaled(g.numel, fraction),)
-            p = nn.Parameter(torch.zeros(shape) if like is None else like._flat[i].detach())
+            p = nn.Parameter(torch.zeros(g.shape) if like is None else like._flat[i].detach())
             _place(self, g.name, p)
             self._flat.append(p)
             if like is None:
-                self._values.append(torch.empty(shape).normal_(std=1e-3, generator=random).add_(1e-9))
+                self._values.append(torch.empty(g.shape).normal_(std=1e-3, generator=random).add_(1e-9))
         self.elements = sum(p.numel() for p in self._flat)
         self.layers = timeline.layers
         self.follow(timeline, dilation, delay_ms)

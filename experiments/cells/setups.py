@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import birder
 from birder.comm import Topology
-from birder.predict.timeline import Timeline
 from experiments.cells.model import ReplayModel
 from experiments.cells.nodes import FlatNode, HierarchicalNode, maker
 from experiments.cells.suite import Scaled, Suite, SuiteMethod
@@ -68,10 +67,10 @@ class Setup:
             self.attachment.begin_compressing()  # buckets are final: compressed from here on
             self.step()
 
-    def follow(self, timeline: Timeline, dilation: float) -> None:
-        """The next steps are `timeline`'s, `dilation` times as long."""
+    def follow(self, scaled: Scaled) -> None:
+        """The next steps are those of this cell."""
         dense = self.gpus > 1 and self.method.traffic in ("fp32", "bf16")
-        self.model.follow(timeline, dilation, bucket_delay_ms(timeline) if dense else 0.0)
+        self.model.follow(scaled.replayed, scaled.dilation, bucket_delay_ms(scaled.timeline) if dense else 0.0)
 
     def _backward(self) -> None:
         self.optimizer.zero_grad()
@@ -195,16 +194,16 @@ class Setups:
         self._memory: dict[tuple[float, bool, str], ReplayModel] = {}
         self._first: dict[tuple[str, float], Scaled] = {}
         """A cell of each setup, the small ones first: so most are held."""
-        for s in sorted(cells, key=lambda s: s.elements):
+        for s in sorted(cells, key=lambda s: s.replayed.elements):
             self._first.setdefault(s.key, s)
 
     def __enter__(self) -> Setups:
         budget, before = memory_left(SHARE), resident()
         waiting = list(self._first.values())
-        spare = NEED * max(s.elements for s in waiting)  # where one that is not held is made
+        spare = NEED * max(s.replayed.elements for s in waiting)  # where one that is not held is made
         while waiting:
             taken = max(gathered(resident() - before))
-            if taken + NEED * waiting[0].elements + (spare if waiting[1:] else 0) > budget:
+            if taken + NEED * waiting[0].replayed.elements + (spare if waiting[1:] else 0) > budget:
                 break
             first = waiting.pop(0)
             self._held[first.key] = self._make(first)
@@ -252,12 +251,11 @@ class Setups:
 
         But for a method whose ranks train alone: the steps of others would be changes that it has to see to.
         """
-        whole, share = scaled.method.whole, scaled.share
         alone = scaled.cell.method if scaled.method.kind.local_models else ""
-        form, fraction = (share, whole and share < 1, alone), 1.0 if whole else share
+        form = scaled.share, scaled.method.whole and scaled.share < 1, alone
         if form not in self._memory:
-            first = ReplayModel(scaled.replayed, 0.0, fraction=fraction)
+            first = ReplayModel(scaled.replayed, 0.0)
             for p in first.parameters():
                 p.detach().fill_(0.0)  # memory that was only asked for is not there yet
             self._memory[form] = first
-        return ReplayModel(scaled.replayed, 0.0, fraction=fraction, like=self._memory[form])
+        return ReplayModel(scaled.replayed, 0.0, like=self._memory[form])

@@ -307,8 +307,8 @@ class Scaled:
     """A cell as this machine replays it.
 
     share:    of the model's elements, as the suite asks for it. sent: of the bytes, what really is.
-    timeline: the model's. replayed: what is waited for; another one where whole tensors are selected.
-    elements: that are there. dilation: how much slower than on the cluster.
+    timeline: the model's. replayed: the part of it that is there, with the whole model's times.
+    dilation: how much slower than on the cluster.
     """
 
     cell: Measurement
@@ -316,7 +316,6 @@ class Scaled:
     share: float
     timeline: Timeline
     replayed: Timeline
-    elements: int
     sent: float
     dilation: float
 
@@ -332,9 +331,7 @@ def scale(suite: Suite, cell: Measurement, mbit_per_s: float) -> Scaled:
     whole = suite.timeline(cell.model, cell.rate)
     part = timelines.select(whole, share) if method.whole else timelines.flattened(whole, share)
     sent = timelines.shares(whole, part, method.rank) if method.whole else part.elements / whole.elements
-    dilation = round(suite.dilation(cell, sent, mbit_per_s), 6)
-    replayed = part if method.whole else whole
-    return Scaled(cell, method, share, whole, replayed, part.elements, sent, dilation)
+    return Scaled(cell, method, share, whole, part, sent, round(suite.dilation(cell, sent, mbit_per_s), 6))
 
 
 def comparisons(cells: Sequence[Scaled]) -> list[list[Scaled]]:

@@ -79,16 +79,11 @@ LARGE = 1 / 8
 """A matrix with more than this share of the model's elements is cut by rows where whole tensors are selected."""
 
 
-def scaled(numel: int, fraction: float) -> int:
-    """Elements that a tensor of `numel` keeps."""
-    return max(1, round(numel * fraction))
-
-
 def flattened(timeline: Timeline, fraction: float) -> Timeline:
     """The timeline whose tensors are flat and hold `fraction` of their elements; 1: unchanged."""
     if fraction >= 1:
         return timeline
-    kept = (dataclasses.replace(g, shape=(scaled(g.numel, fraction),)) for g in timeline.gradients)
+    kept = (dataclasses.replace(g, shape=(max(1, round(g.numel * fraction)),)) for g in timeline.gradients)
     return dataclasses.replace(timeline, gradients=tuple(kept))
 
 

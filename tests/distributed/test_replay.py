@@ -86,7 +86,7 @@ def test_names_shapes_and_fractions_are_those_of_the_timeline() -> None:
     t = timelines.load("resnet50_b32_tf32")
     real = ReplayModel(t, 1.0)
     assert [(n, tuple(p.shape)) for n, p in real.named_parameters()] == [(g.name, g.shape) for g in t.gradients]
-    part = ReplayModel(t, 1.0, fraction=1 / 32)
+    part = ReplayModel(timelines.flattened(t, 1 / 32), 1.0)
     assert part.elements == pytest.approx(t.elements / 32, rel=1e-3)
     assert [n for n, _ in part.named_parameters()] == [g.name for g in t.gradients]
     with pytest.raises(ValueError, match="another model"):

@@ -90,7 +90,7 @@ def _setups(rank: int, world: int, timeline: str, room: int) -> dict[str, Any]:
         for _ in range(2):
             for s in scaled:
                 with held.use(s) as setup:
-                    setup.follow(s.replayed, 0.0)
+                    setup.follow(dataclasses.replace(s, dilation=0.0))
                     taken = setup.turn()
                     shared = setup.model._values[0].data_ptr()
                 found.setdefault(s.cell.method, []).append((taken["sent"], id(setup), shared))
