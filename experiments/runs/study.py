@@ -31,6 +31,8 @@ from launch.failure import RunFailed
 from launch.process import Stopped
 from launch.words import say
 
+RECORDED, TO_RUN = "recorded", "to run"
+UNDECIDED = "its learning rates are not all recorded"
 NOT_BEST = "its learning rate is not the best"
 ELSEWHERE = "another process runs it"
 POLL_S = 5.0
@@ -221,22 +223,23 @@ class SweepQueue:
             say(f"[{place + 1}/{len(self.rows)}] {self.rows[place].title}: {what}")
         self.said[place] = what
 
+    def standing(self, row: SweepRun) -> str:
+        """RECORDED, or TO_RUN, UNDECIDED or NOT_BEST by its learning rate."""
+        if self.of(row.overrides) is not None:
+            return RECORDED
+        chosen = self.is_chosen(row)
+        return UNDECIDED if chosen is None else TO_RUN if chosen else NOT_BEST
+
     def list(self) -> None:
         """Says of each row whether it is recorded or to run."""
-        todo = done = 0
-        waiting: set[object] = set()  # of rows that differ in the learning rate alone only one is run
-        for place, row in enumerate(self.rows):
-            chosen = self.is_chosen(row)
-            if self.of(row.overrides) is not None:
-                done += 1
-                self.say(place, "recorded")
-            elif chosen is None:
-                waiting.add((row.candidates, row.overrides[-1]))
-                self.say(place, "to run if its learning rate does best")
-            else:
-                todo += chosen
-                self.say(place, "to run" if chosen else NOT_BEST)
-        say(f"{todo + len(waiting)} runs to do{' at most' if waiting else ''}, {done} recorded")
+        found = [self.standing(row) for row in self.rows]
+        for place, what in enumerate(found):
+            self.say(place, "to run if its learning rate does best" if what == UNDECIDED else what)
+        waiting = {  # of rows that differ in the learning rate alone only one is run
+            (row.candidates, row.overrides[-1]) for row, what in zip(self.rows, found, strict=True) if what == UNDECIDED
+        }
+        todo = found.count(TO_RUN) + len(waiting)
+        say(f"{todo} runs to do{' at most' if waiting else ''}, {found.count(RECORDED)} recorded")
 
     def run(self) -> None:
         """Runs what is missing and no other process runs, until nothing is left to wait for."""
@@ -247,20 +250,16 @@ class SweepQueue:
         """Goes through all rows once. Returns whether another process runs some of them."""
         self.elsewhere.clear()
         for place, row in enumerate(self.rows):
-            chosen = self.is_chosen(row)
-            if self.of(row.overrides) is not None:
-                self.say(place, "recorded")
-            elif chosen is None:
-                self.say(place, "its learning rates are not all recorded")
-            elif not chosen:
-                self.say(place, NOT_BEST)
-            elif place not in self.tried:
+            what = self.standing(row)
+            if what == TO_RUN and place not in self.tried:
                 name = self.name(row.overrides)
                 if not self.study.make(name, functools.partial(self._begin, place)):
-                    self.say(place, ELSEWHERE)
+                    what = ELSEWHERE
                     self.elsewhere.add(name)
                 elif place not in self.tried:  # another process ended it since the records were last read
-                    self.say(place, "recorded")
+                    what = RECORDED
+            if what != TO_RUN:
+                self.say(place, what)
         self.study.read()
         return bool(self.elsewhere)
 
