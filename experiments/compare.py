@@ -93,7 +93,7 @@ def compare(
     first = compose.resolve(chosen[0])
     apart = plan.reason_not_interleaved([compose.resolve(variant) for variant in chosen], workloads[0].synthetic)
     start.check_results(first)
-    start.print_banner(chosen[0], workloads[0])
+    say(start.headline(chosen[0], workloads[0]))
     group = compose.new_name(first["exp"])
     dry_run, waits = first["cluster"]["dry_run"], first["cluster"].get("wait", True)
     with contextlib.ExitStack() as until_the_end:

@@ -42,7 +42,7 @@ def launch(composed: Composed, *, command: str, group: str | None = None, alone:
     workload = compose.check(composed)
     if alone:
         check_results(compose.resolve(composed))
-        print_banner(composed, workload)
+        say(headline(composed, workload))
     calibrate.settle([composed])
     spec = compose.make_spec(composed, command=command, group=group)
     before = saved_steps(spec)
@@ -88,21 +88,16 @@ def how_to_resume(spec: RunSpec) -> str:
     return f"a checkpoint of step {steps[-1]} is saved; to resume:\n  {again}"
 
 
-def print_banner(composed: Composed, workload: Workload) -> None:
-    """Prints what the numbers of a run are and are not."""
-    resolved = compose.resolve(composed)
-    nodes_given = "cluster.nodes" in map(compose.key_of, composed.overrides)
-    say(headline(resolved, workload, nodes_given=nodes_given, shaped=calibrate.shapes(resolved)))
-
-
-def headline(resolved: dict[str, Any], workload: Workload, *, nodes_given: bool, shaped: bool = False) -> str:
+def headline(composed: Composed, workload: Workload) -> str:
     """What the numbers to come are and are not; on a second line, the command of the full setting."""
+    resolved = compose.resolve(composed)
     exp, scale, virtual = resolved["exp"], resolved["scale"]["name"], labels.is_virtual(resolved)
-    about = {"cluster": resolved["cluster"], "workload": workload, "virtual": virtual, "shaped": shaped, "scale": scale}
-    said = sentences.say("headline", **about)
+    about = {"cluster": resolved["cluster"], "workload": workload, "virtual": virtual, "scale": scale}
+    said = sentences.say("headline", **about, shaped=calibrate.shapes(resolved))
     if scale == "paper" or not (compose.CONF / "exp" / f"{exp}.yaml").is_file():
         return said
     whose = "The paper's setting" if any(published.quoted(exp, k) for k in ("speedup", "accuracy")) else "The full run"
+    nodes_given = "cluster.nodes" in map(compose.key_of, composed.overrides)
     command = make_command(exp) + (f" NODES={resolved['cluster']['nodes']}" if nodes_given else "") + " SCALE=paper"
     if "data_path" in resolved["workload"] and resolved["data"]["path"] is None:
         command += " DATA=/path/to/data"
@@ -156,7 +151,7 @@ def join(composed: Composed, *, command: str) -> RunSpec:
     workload = compose.check(composed, rank_zero=rank == 0)
     if rank == 0:
         check_results(compose.resolve(composed))
-        print_banner(composed, workload)
+        say(headline(composed, workload))
     command = under(composed.config.cluster, command)
     with shared(compose.make_spec(composed, command=command) if rank == 0 else None) as spec:
         as_rank(spec, rank)

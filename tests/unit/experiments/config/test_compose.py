@@ -322,16 +322,16 @@ def test_nodes_as_workers_are_compared_where_nodes_have_several_ranks() -> None:
 
 
 def test_headline_says_what_it_is() -> None:
-    config = resolved("+exp=resnet50", "cluster.nodes=4", "scale=quick")
-    line = start.headline(config, compose.workload(config), nodes_given=True)
+    made = compose.compose(["+exp=resnet50", "cluster.nodes=4", "scale=quick"])
+    line = start.headline(made, compose.check(made))
     assert line.startswith("Emulated: 4 nodes")
     for words in ("synthetic", "quick scale", "not accuracy", "make resnet50 NODES=4 SCALE=paper DATA=/path/to/data"):
         assert words in line
 
 
 def test_headline_of_a_run_that_no_file_describes() -> None:
-    config = resolved("workload=digits", "scale=quick")
-    line = start.headline(config, compose.workload(config), nodes_given=False)
+    made = compose.compose(["workload=digits", "scale=quick"])
+    line = start.headline(made, compose.check(made))
     assert line.startswith("Local: 1 node of 2 ranks as processes on this machine; ")
     assert "make" not in line
 
