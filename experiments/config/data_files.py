@@ -47,7 +47,7 @@ class DataFiles(Generic[Kind]):
         """The content of a file, by its name, or by its path where that ends with .yaml. Raises UserError."""
         path = Path(name) if Path(name).suffix == ".yaml" else self.folder / f"{name}.yaml"
         try:
-            return self.model.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+            return self.model.model_validate(yaml.safe_load(path.read_bytes()))
         except OSError:
             known = there_are(str(name), self.names(), ", or the path of a YAML file")
             raise UserError(f"no {self.name} '{name}'{known}") from None

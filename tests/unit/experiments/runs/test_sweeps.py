@@ -348,11 +348,12 @@ def test_a_results_folder_that_cannot_be_made_is_one_line(
         ("exp: digits\nseeds: [0]\nmethods: {}\nchoose_at: [train.epochs=1]", "say choose: true"),
         ("exp: digits\nseeds: [0]\nmethods: {}\nchoose: true\nchoose_seeds: 2", "choose_seeds: 2 of 1 seeds"),
         ("exp: [", "is not a readable sweep"),
+        ("exp: digits # caf\xe9", "is not a readable sweep: unacceptable character"),
     ],
 )
 def test_mistakes_in_a_sweep(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(UserError) as error:
         sweeps.load(str(path))
     assert words in str(error.value)
