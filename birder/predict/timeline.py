@@ -109,7 +109,7 @@ class Timeline:
 
 def read(path: str | Path) -> Timeline:
     """The timeline of a file. Raises ValueError, in one line, for content that is none, OSError for no file."""
-    text = Path(path).read_text(encoding="utf-8")
+    text = Path(path).read_bytes()
     try:
         content = json.loads(text)
     except ValueError as error:

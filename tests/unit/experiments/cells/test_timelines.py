@@ -82,9 +82,10 @@ def test_wrong_content_is_named_in_one_line(content: Any, words: str, tmp_path: 
 def test_an_absent_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no timeline nothing; there are: .*resnet50_b32_tf32"):
         timelines.load("nothing")
-    (tmp_path / "x.json").write_text("{")
-    with pytest.raises(UserError, match="not a readable timeline"):
-        timelines.load(tmp_path / "x.json")
+    for content in (b"{", b'{"gpu": "caf\xe9"}'):  # not UTF-8
+        (tmp_path / "x.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"x\.json is not a readable timeline"):
+            timelines.load(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("name", timelines.names())
