@@ -125,7 +125,7 @@ def _one_by_one(chosen: list[Composed], group: str) -> tuple[int, int]:
     for number, variant in enumerate(chosen, start=1):
         say(f"[{number}/{len(chosen)}] {labels.method(compose.resolve(variant))}")
         try:
-            start.launch(variant, command=command.typed("run", variant.overrides), group=group)
+            start.launch(variant, group=group)
         except RunFailed as error:
             status = command.report(error)
             failed += 1
@@ -142,7 +142,7 @@ def in_turns(chosen: list[Composed], group: str) -> tuple[int, int]:
     left, failed, status, attempt = chosen, 0, 0, 0
     while left:
         attempt += 1
-        spec = plan.make(left, [command.typed("run", variant.overrides) for variant in left], group, attempt)
+        spec = plan.make(left, group, attempt)
         try:
             plan.launcher(spec.config).launch(spec)
         except RunFailed as error:
@@ -204,10 +204,9 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     if apart := plan.reason_not_interleaved(resolved, workload.synthetic):
         raise UserError(f"under torchrun timing is interleaved, and these are run apart: {apart}; use run.py for each")
     group = compose.new_name(resolved[0]["exp"])
-    commands = [start.under(variant.config.cluster, command.typed("run", variant.overrides)) for variant in chosen]
     if rank == 0:
         start.check_results(resolved[0])
-    made = plan.make(chosen, commands, group) if rank == 0 else None
+    made = plan.make(chosen, group) if rank == 0 else None
     with contextlib.ExitStack() as until_the_end:
         spec = until_the_end.enter_context(start.shared(made))
         if rank == 0:

@@ -101,11 +101,10 @@ def _run(flags: list[str], overrides: list[str]) -> int:
         if several:
             say(f"job {number} of {len(jobs)}: {' '.join(one.overrides)}")
         try:
-            line = command.typed("run", one.overrides)
             if start.under_torchrun():
-                start.join(one.composed, command=line)
+                start.join(one.composed)
             else:
-                one.spec = start.launch(one.composed, command=line, alone=True)
+                one.spec = start.launch(one.composed, alone=True)
         except (UserError, RunFailed) as error:
             # The other jobs of a sweep go on.
             one.said, one.status = str(error), command.report(error)

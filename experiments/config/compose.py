@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import secrets
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,14 +67,23 @@ class Composed:
     resolved: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list, repr=False, compare=False)
     """What `resolve` has found: (the configuration, resolved); one at most."""
 
+    @property
+    def command(self) -> str:
+        """The command line of this run alone, as the user would type it again."""
+        there = self.config.cluster
+        start = f"torchrun --nnodes {there.nodes} --nproc-per-node {there.ranks_per_node}"
+        return (
+            f"{start if there.name == 'torchrun' else 'python'} {shlex.join(['experiments/run.py', *self.overrides])}"
+        )
 
-def compose(overrides: Sequence[str], config_dir: Path = CONF) -> Composed:
+
+def compose(overrides: Sequence[str]) -> Composed:
     """Composes conf/config.yaml with `overrides`. Raises UserError for whatever Hydra cannot make of them."""
     overrides = readable(overrides)
     try:
-        made = _composed(overrides, config_dir)
+        made = _composed(overrides, CONF)
     except CONFIG_ERRORS as error:
-        raise explain(error, overrides, config_dir) from error
+        raise explain(error, overrides) from error
     validate.check_structure(_raw(made.config))
     return made
 
@@ -193,7 +203,7 @@ def _resolve(composed: Composed) -> dict[str, Any]:
     return {k: v for k, v in everything.items() if k not in ("compare", "tune")}  # no part of this run
 
 
-def make_spec(composed: Composed, *, command: str, group: str | None = None) -> RunSpec:
+def make_spec(composed: Composed, *, group: str | None = None) -> RunSpec:
     """The description of one run. Writes nothing. Raises UserError.
 
     A run with `run_name` lives in the directory of that name; with resume=auto it keeps the id it was given first.
@@ -211,7 +221,7 @@ def make_spec(composed: Composed, *, command: str, group: str | None = None) -> 
         id=run_id,
         group=group,
         exp=exp,
-        command=command,
+        command=composed.command,
         overrides=list(composed.overrides),
         config=resolved,
         run_dir=str(run_dir),
@@ -223,16 +233,16 @@ def new_name(*parts: str) -> str:
     return "-".join([datetime.now(UTC).strftime("%Y%m%d-%H%M%S"), *parts, secrets.token_hex(2)])
 
 
-def explain(error: Exception, overrides: Sequence[str], config_dir: Path = CONF) -> UserError:
+def explain(error: Exception, overrides: Sequence[str]) -> UserError:
     """What an error of Hydra or OmegaConf means to the user, as one line."""
 
     def known(wrong: str) -> list[str]:
         others = [o for o in overrides if wrong not in o]
         with contextlib.suppress(*CONFIG_ERRORS, UserError):  # a second mistake: the names of the groups must do
-            return validate.keys_of(_raw(_composed(others, config_dir).config))
+            return validate.keys_of(_raw(_composed(others, CONF).config))
         return list(validate.GROUPS)
 
-    return messages.explain(error, config_dir, known)
+    return messages.explain(error, CONF, known)
 
 
 def _warn(renamed: Sequence[str]) -> None:

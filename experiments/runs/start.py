@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.config.kinds import shown
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 _keep: list[object] = []  # the store of a world that rank 0 hosts must outlive `shared`
 
 
-def launch(composed: Composed, *, command: str, group: str | None = None, alone: bool = False) -> RunSpec:
+def launch(composed: Composed, *, group: str | None = None, alone: bool = False) -> RunSpec:
     """Checks, starts and waits for one run. Raises UserError or RunFailed.
 
     alone: no part of a comparison, so that its first line says what its numbers are, and its last one, where it ends too
@@ -44,7 +42,7 @@ def launch(composed: Composed, *, command: str, group: str | None = None, alone:
         check_results(compose.resolve(composed))
         say(headline(composed, workload))
     calibrate.settle([composed])
-    spec = compose.make_spec(composed, command=command, group=group)
+    spec = compose.make_spec(composed, group=group)
     before = saved_steps(spec)
     try:
         compose.launcher(spec.config).launch(spec)
@@ -144,7 +142,7 @@ def under_torchrun() -> bool:
     return True
 
 
-def join(composed: Composed, *, command: str) -> RunSpec:
+def join(composed: Composed) -> RunSpec:
     """Trains as one rank of the world that torchrun has made. Raises UserError or whatever training raises."""
     rank = int(os.environ["RANK"])
     adopt_torchrun_world(composed)
@@ -152,8 +150,7 @@ def join(composed: Composed, *, command: str) -> RunSpec:
     if rank == 0:
         check_results(compose.resolve(composed))
         say(headline(composed, workload))
-    command = under(composed.config.cluster, command)
-    with shared(compose.make_spec(composed, command=command) if rank == 0 else None) as spec:
+    with shared(compose.make_spec(composed) if rank == 0 else None) as spec:
         as_rank(spec, rank)
         return spec
 
@@ -228,9 +225,3 @@ def adopt_torchrun_world(composed: Composed) -> None:
                 f"cluster.{key}={asked[key]}, and torchrun has made a world of {key}={here}: leave the key out"
             )
     asked.nodes, asked.ranks_per_node, asked.name = world // per_node, per_node, "torchrun"
-
-
-def under(cluster: DictConfig, command: str) -> str:
-    """`command` as torchrun starts it on the nodes of `cluster`."""
-    shape = f"--nnodes {cluster.nodes} --nproc-per-node {cluster.ranks_per_node}"
-    return f"torchrun {shape} {command.removeprefix('python ')}"

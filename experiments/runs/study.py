@@ -154,7 +154,7 @@ class Study:
 
     def _launch(self, composed: Composed, group: str | None) -> None:
         try:
-            start.launch(composed, command=command.typed("run", composed.overrides), group=group)
+            start.launch(composed, group=group)
         except (RunFailed, UserError) as error:
             command.report(error)
             self.failed += not (isinstance(error, RunFailed) and loss_diverged(str(error)))

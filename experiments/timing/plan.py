@@ -66,7 +66,7 @@ def _not_together(resolved: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def make(chosen: Sequence[Composed], commands: Sequence[str], group: str, attempt: int = 1) -> RunSpec:
+def make(chosen: Sequence[Composed], group: str, attempt: int = 1) -> RunSpec:
     """One run for all variants. Its id begins the ids of their records. Raises UserError.
 
     attempt: from 1; later ones are of methods that are left when another one has broken the world.
@@ -76,11 +76,11 @@ def make(chosen: Sequence[Composed], commands: Sequence[str], group: str, attemp
     first = resolved[0]
     check_timeline(first)
     variants: list[dict[str, Any]] = []
-    for composed, config, command in zip(chosen, resolved, commands, strict=True):
+    for composed, config in zip(chosen, resolved, strict=True):
         name = f"{composed.choices.get('optimizer') or 'method'}-{labels.wire(config)}"
         same = sum(v["name"] == name for v in variants)
         mine = f"{run_id}-{name}" + (f".{same + 1}" if same else "")
-        about = {"command": command, "overrides": list(composed.overrides), "config": config}
+        about = {"command": composed.command, "overrides": list(composed.overrides), "config": config}
         variants.append({"id": mine, "name": name, **about})
     return world(first, variants, group, run_id)
 

@@ -145,7 +145,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This process is the only rank of a world that had two, as far as its environment and the run directory say."""
     monkeypatch.chdir(tmp_path)
     composed = compose.compose([*ASKED, "cluster.nodes=2", "cluster.ranks_per_node=1"])
-    spec = compose.make_spec(composed, command="run.py")
+    spec = compose.make_spec(composed)
     spec.path.mkdir(parents=True)
     spec.save()
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -92,7 +92,7 @@ def train_with(rank: int, size: int, given: list[str]) -> set[torch.dtype]:
     from experiments.training.loop import train
 
     with Watched() as watched:
-        train(compose.make_spec(compose.compose(given), command="test"))
+        train(compose.make_spec(compose.compose(given)))
     return watched.seen
 
 
@@ -130,6 +130,6 @@ def test_a_gpu_is_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr("experiments.training.world.allow_tf32", lambda *_: pytest.fail("torch's settings are changed"))
-    spec = compose.make_spec(compose.compose([*RUN, "train.bf16_matmul=fp32"]), command="test")
+    spec = compose.make_spec(compose.compose([*RUN, "train.bf16_matmul=fp32"]))
     with pytest.raises(UserError, match=r"is for CPUs.*set train\.bf16_matmul=native"), world(spec):
         pytest.fail("nothing runs")

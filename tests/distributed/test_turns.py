@@ -34,7 +34,7 @@ def described(tmp_path: Path, *methods: list[str]) -> RunSpec:
     common += ["train.timing_warmup=2", "train.max_steps=40", "wandb=disabled", "train.threads=1"]
     common += [f"timing.rounds={ROUNDS}", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/outputs"]
     chosen = [compose.compose([*common, *m]) for m in methods]
-    spec = plan.make(chosen, ["test"] * len(chosen), "g")
+    spec = plan.make(chosen, "g")
     spec.path.mkdir(parents=True, exist_ok=True)
     return spec
 

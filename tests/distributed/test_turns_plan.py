@@ -67,14 +67,14 @@ def test_replays_differ_in_their_model() -> None:
 
 def test_one_run_for_all_variants(tmp_path: Path) -> None:
     made = compare.variants(compose.compose(["+exp=digits", f"output_dir={tmp_path}"]), None)
-    spec = plan.make([*made, made[-1]], ["a"] * (len(made) + 1), "stamp-digits-1234")
+    spec = plan.make([*made, made[-1]], "stamp-digits-1234")
     ids = [v["id"] for v in spec.config["variants"]]
     assert ids == [
         f"stamp-digits-1234-{name}"
         for name in ("sgdm-none", "sgdm-fp32", "sgdm-bf16", "onebit_adam-1bit", "birder-1bit", "birder-1bit.2")
     ]
     assert (spec.id, spec.group, spec.path) == ("stamp-digits-1234",) * 2 + (tmp_path / "digits" / "stamp-digits-1234",)
-    assert plan.make(made, ["a"] * len(made), "g", attempt=2).id == "g.2"
+    assert plan.make(made, "g", attempt=2).id == "g.2"
     part = plan.spec_of(spec, spec.config["variants"][4])
     assert part.config["optimizer"]["_target_"] == "birder.Birder"
     assert "variants" not in part.config
@@ -85,7 +85,7 @@ def test_a_dilation_needs_a_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.emulated.launcher.why_not", lambda: None)
     made = [compose.compose(["+exp=digits", "cluster=emulated"])]
     with pytest.raises(UserError, match=r"timeline=NAME or cluster\.dilation=20"):
-        plan.make(made, ["a"], "g")
+        plan.make(made, "g")
 
 
 def test_when_a_method_breaks_its_world_the_others_go_on(

@@ -283,7 +283,7 @@ def test_virtual_ranks_that_real_ones_would_refuse_are_refused() -> None:
 def spec(folder: Path, name: str, *overrides: str):
     given = ["train.max_steps=6", "train.timing_warmup=1", "train.threads=1", "wandb=disabled", "train.eval_every=3"]
     folders = [f"results_dir={folder}/{name}", f"output_dir={folder}/outputs", f"run_name={name}"]
-    return compose.make_spec(compose.compose([*overrides, *given, *folders]), command="test")
+    return compose.make_spec(compose.compose([*overrides, *given, *folders]))
 
 
 @pytest.mark.parametrize(

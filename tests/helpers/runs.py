@@ -12,7 +12,7 @@ def digits(folder: Path, *overrides: str) -> RunSpec:
     """At quick scale; records and files below `folder`."""
     common = ["+exp=digits", "scale=quick", "wandb=disabled", "train.batch_per_rank=8"]
     common += [f"results_dir={folder}/results", f"output_dir={folder}/outputs"]
-    return compose.make_spec(compose.compose([*common, *overrides]), command="test")
+    return compose.make_spec(compose.compose([*common, *overrides]))
 
 
 def train(rank: int, world: int, spec: RunSpec) -> None:

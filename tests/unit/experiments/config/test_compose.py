@@ -274,14 +274,15 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_spec_round_trip(tmp_path: Path) -> None:
     composed = compose.compose(["+exp=digits", f"output_dir={tmp_path}"])
-    spec = compose.make_spec(composed, command="python experiments/run.py +exp=digits", group="g")
+    spec = compose.make_spec(composed, group="g")
     assert not list(tmp_path.iterdir())
     assert RunSpec.load(spec.save()) == spec
     assert spec.id.split("-", 2)[2].startswith("digits-birder-")
     assert spec.run_dir == str(tmp_path / "digits" / spec.id)
     assert spec.overrides == ["+exp=digits", f"output_dir={tmp_path}"]
+    assert spec.command == f"python experiments/run.py +exp=digits output_dir={tmp_path}"
     assert "${" not in yaml.safe_dump(spec.config)
-    assert compose.make_spec(composed, command="").id != spec.id
+    assert compose.make_spec(composed).id != spec.id
 
 
 def test_variants_of_a_comparison() -> None:
@@ -304,7 +305,7 @@ def test_variants_of_a_comparison() -> None:
 def test_a_run_is_named_after_its_variant(tmp_path: Path) -> None:
     def name(*overrides: str) -> str:
         composed = compose.compose(["+exp=digits", f"output_dir={tmp_path}", *overrides])
-        return Path(compose.make_spec(composed, command="").run_dir).name.split("-", 2)[2].rpartition("-")[0]
+        return Path(compose.make_spec(composed).run_dir).name.split("-", 2)[2].rpartition("-")[0]
 
     assert name("optimizer=sgdm", "optimizer.wire=bf16") == "digits-sgdm-bf16"
     assert name("comm.topology=hierarchical") == "digits-birder-hierarchical"
@@ -354,7 +355,7 @@ def test_a_launch_resolves_its_configuration_once(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(compose.validate, "check", counted)
     monkeypatch.setattr(LocalLauncher, "launch", lambda self, spec: None)
     made = compose.compose(["+exp=digits", f"output_dir={tmp_path}", f"results_dir={tmp_path}"])
-    start.launch(made, command="", alone=True)
+    start.launch(made, alone=True)
     assert resolved == 1
     compose.resolve(made)["seed"] = 7
     assert compose.resolve(made)["seed"] == 0

@@ -41,7 +41,7 @@ def outcome(overrides: list[str]) -> RunSpec | str:
     try:
         composed = compose.compose(overrides)
         compose.check(composed)
-        return compose.make_spec(composed, command="")
+        return compose.make_spec(composed)
     except UserError as error:
         return str(error)
 

@@ -69,7 +69,7 @@ def test_a_file_with_old_keys_and_the_command_line_over_it(tmp_path: Path, capsy
 
 def test_a_run_directory_from_before_is_gone_on_with(tmp_path: Path) -> None:
     given = ["+exp=digits", "run_name=a", "resume=auto", f"output_dir={tmp_path}"]
-    spec = compose.make_spec(compose.compose(given), command="")
+    spec = compose.make_spec(compose.compose(given))
     config = dict(spec.config)
     config["turns"] = config.pop("timing")
     config["train"] = {k: v for k, v in config["train"].items() if k != "bf16_matmul"} | {"bf16_products": "native"}
@@ -81,7 +81,7 @@ def test_a_run_directory_from_before_is_gone_on_with(tmp_path: Path) -> None:
     del config["resume_allow_config_change"], config["resume_resize"]
     RunSpec(**{**vars(spec), "id": "first", "config": config}).save()
     (spec.path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    again = compose.make_spec(compose.compose(given), command="")
+    again = compose.make_spec(compose.compose(given))
     assert again.id == "first"
     assert again.config["resume_changed"] == [["train.bf16_matmul", "native", "fp32"]]
 

@@ -13,22 +13,22 @@ from launch.errors import UserError
 
 def test_resumed_run_keeps_its_id(tmp_path: Path) -> None:
     at = ["+exp=digits", f"output_dir={tmp_path}", "run_name=mine"]
-    first = compose.make_spec(compose.compose(at), command="")
+    first = compose.make_spec(compose.compose(at))
     first.save()
     with pytest.raises(UserError, match="holds a run already"):
-        compose.make_spec(compose.compose(at), command="")
-    again = compose.make_spec(compose.compose([*at, "resume=auto"]), command="")
+        compose.make_spec(compose.compose(at))
+    again = compose.make_spec(compose.compose([*at, "resume=auto"]))
     assert (again.id, again.run_dir) == (first.id, first.run_dir)
     for other, words in (("cluster.nodes=3", "world size 2, this is 3"), ("optimizer=sgdm", "birder.SGDM")):
         with pytest.raises(UserError, match=words):
-            compose.make_spec(compose.compose([*at, "resume=auto", other]), command="")
+            compose.make_spec(compose.compose([*at, "resume=auto", other]))
 
 
 @pytest.fixture
 def begun(tmp_path: Path) -> list[str]:
     """Overrides of a run that has a checkpoint."""
     at = ["+exp=digits", "scale=quick", f"output_dir={tmp_path}", "run_name=mine"]
-    spec = compose.make_spec(compose.compose(at), command="")
+    spec = compose.make_spec(compose.compose(at))
     spec.save()
     (spec.path / "checkpoints/step-00000010").mkdir(parents=True)
     return [*at, "resume=auto"]
@@ -47,7 +47,7 @@ OTHER_RESULTS += [
 def test_a_resumed_run_that_would_be_another_one_is_refused(begun: list[str], other: str) -> None:
     key, _, value = other.partition("=")
     with pytest.raises(UserError) as refused:
-        compose.make_spec(compose.compose([*begun, other]), command="")
+        compose.make_spec(compose.compose([*begun, other]))
     message = str(refused.value)
     assert f": {key} was " in message
     assert f"now it is {value}" in message.replace("'", "")
@@ -57,15 +57,15 @@ def test_a_resumed_run_that_would_be_another_one_is_refused(begun: list[str], ot
 
 
 def test_a_change_that_is_wanted_stands_in_the_configuration_for_good(begun: list[str]) -> None:
-    changed = compose.make_spec(compose.compose([*begun, "seed=7", "resume_allow_config_change=true"]), command="")
+    changed = compose.make_spec(compose.compose([*begun, "seed=7", "resume_allow_config_change=true"]))
     assert changed.config["resume_changed"] == [["seed", 0, 7]]
     changed.save()
-    later = compose.make_spec(compose.compose([*begun, "seed=7"]), command="")
+    later = compose.make_spec(compose.compose([*begun, "seed=7"]))
     assert later.config["resume_changed"] == [["seed", 0, 7]]
     assert later.config["resume_allow_config_change"] is True
     later.save()
     again = compose.make_spec(
-        compose.compose([*begun, "seed=7", "optimizer.lr=0.5", "resume_allow_config_change=true"]), command=""
+        compose.compose([*begun, "seed=7", "optimizer.lr=0.5", "resume_allow_config_change=true"])
     )
     assert [c[0] for c in again.config["resume_changed"]] == ["seed", "optimizer.lr"]
 
@@ -74,7 +74,7 @@ def test_a_change_that_is_wanted_stands_in_the_configuration_for_good(begun: lis
     "free", ["wandb=disabled", "checkpoint.every=7", "train.eval_every=3", "train.timing_warmup=1"]
 )
 def test_what_changes_no_result_may_change(begun: list[str], free: str) -> None:
-    assert "resume_changed" not in compose.make_spec(compose.compose([*begun, free]), command="").config
+    assert "resume_changed" not in compose.make_spec(compose.compose([*begun, free])).config
 
 
 def test_a_run_that_is_older_than_a_key_is_gone_on_with(begun: list[str]) -> None:
@@ -89,17 +89,17 @@ def test_a_run_that_is_older_than_a_key_is_gone_on_with(begun: list[str]) -> Non
 def test_a_record_is_not_written_over_by_another_run(tmp_path: Path) -> None:
     """A run that ended well has no checkpoint, and the command that would resume it asks for something else."""
     at = ["+exp=digits", f"output_dir={tmp_path}", f"results_dir={tmp_path}/results", "run_name=mine"]
-    spec = compose.make_spec(compose.compose(at), command="")
+    spec = compose.make_spec(compose.compose(at))
     spec.save()
     record.write(record.failed(spec, "it was interrupted"), tmp_path / "results")
-    assert compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"]), command="").id == spec.id
+    assert compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"])).id == spec.id
     record.write(record.from_spec(spec), tmp_path / "results")
-    assert compose.make_spec(compose.compose([*at, "resume=auto"]), command="").id == spec.id
+    assert compose.make_spec(compose.compose([*at, "resume=auto"])).id == spec.id
     with pytest.raises(UserError, match="seed was 0, now it is 7"):
-        compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"]), command="")
+        compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"]))
 
 
 def test_without_a_checkpoint_nothing_is_gone_on_with(tmp_path: Path) -> None:
     at = ["+exp=digits", f"output_dir={tmp_path}", "run_name=mine"]
-    compose.make_spec(compose.compose(at), command="").save()
-    assert compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"]), command="").config["seed"] == 7
+    compose.make_spec(compose.compose(at)).save()
+    assert compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"])).config["seed"] == 7

@@ -39,11 +39,11 @@ class Runs:
 
     def in_turns(self, chosen: list[Composed], group: str) -> tuple[int, int]:
         for composed in chosen:
-            self.launch(composed, command="a test", group=group)
+            self.launch(composed, group=group)
         return 0, 0
 
-    def launch(self, composed: Composed, *, command: str, group: str | None = None) -> None:
-        spec = compose.make_spec(composed, command=command, group=group)
+    def launch(self, composed: Composed, *, group: str | None = None) -> None:
+        spec = compose.make_spec(composed, group=group)
         config = spec.config
         spec = dataclasses.replace(spec, id=f"{len(list(self.results.glob('records/*'))):03}")
         assert config["wandb"]["group"] == "methods"  # one group in W&B, whatever the part

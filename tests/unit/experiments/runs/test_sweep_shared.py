@@ -91,7 +91,7 @@ def test_a_run_of_another_process_is_waited_for(
     results = tmp_path / "results"
     ran: list[list[str]] = []
 
-    def launch(composed: Any, *, command: str, group: str | None) -> None:
+    def launch(composed: Any, *, group: str | None) -> None:
         ran.append(composed.overrides)
         leave_record(composed.overrides, results, f"r{len(ran)}")
 

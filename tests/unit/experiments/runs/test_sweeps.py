@@ -96,7 +96,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """Overrides of the runs that were started; each leaves a record, the second one breaks."""
     ran: list[list[str]] = []
 
-    def launch(composed: Any, *, command: str, group: str | None) -> None:
+    def launch(composed: Any, *, group: str | None) -> None:
         ran.append(composed.overrides)
         if len(ran) == 2:
             raise RunFailed("rank 0: killed")
@@ -185,7 +185,7 @@ def test_other_seeds_are_run_with_the_best_rate_of_the_first_alone(
     ran: list[tuple[str, ...]] = []
     lost = {"optimizer.lr=0.5"}
 
-    def launch(composed: Any, *, command: str, group: str | None) -> None:
+    def launch(composed: Any, *, group: str | None) -> None:
         typed = [privacy.clean_text(o, Path.cwd()) for o in composed.overrides]
         rate = next(o for o in typed if o.startswith("optimizer.lr="))
         ran.append((rate, next(o for o in typed if o.startswith("seed="))))
@@ -226,7 +226,7 @@ def test_a_sweep_ends_with_its_accuracies_and_an_interrupted_one_says_how_it_con
     (tmp_path / "mine.yaml").write_text(CHOOSING)
     ran: list[float] = []
 
-    def launch(composed: Any, *, command: str, group: str | None) -> None:
+    def launch(composed: Any, *, group: str | None) -> None:
         if len(ran) == 1:
             ran.append(0.0)
             raise KeyboardInterrupt

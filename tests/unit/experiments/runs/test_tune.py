@@ -29,8 +29,8 @@ class Runs:
         self.results, self.started = results, []
         self.lost_above = math.inf
 
-    def launch(self, composed: Composed, *, command: str, group: str | None = None) -> None:
-        spec = compose.make_spec(composed, command=command, group=group)
+    def launch(self, composed: Composed, *, group: str | None = None) -> None:
+        spec = compose.make_spec(composed, group=group)
         config, name = spec.config, composed.choices["optimizer"]
         spec = dataclasses.replace(spec, id=f"{len(self.started):03}")
         lr = float(config["optimizer"]["lr"])

@@ -106,7 +106,7 @@ def test_experiment_runs(exp: str, fast: bool, alone: None, monkeypatch: pytest.
     made = runs(exp, tmp_path, fast)
     for composed in made:
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        train(compose.make_spec(composed, command="test"))
+        train(compose.make_spec(composed))
     records = [json.loads(path.read_text()) for path in (tmp_path / "results" / "records").glob("*.json")]
     assert len(records) == len(made) >= 1
     for record in records:
