@@ -81,7 +81,12 @@ def check_section(
 
     known: the keys there are, for suggestions; empty: those of the schema. structure_only: as `check_structure`.
     """
-    errors = _errors(model, values)
+    try:
+        model.model_validate(values)
+        return
+    except ValidationError as refused:
+        order = {"extra_forbidden": 0, "invalid_key": 0, "missing": 1}  # names first, then values
+        errors: list[Any] = sorted(refused.errors(include_url=False), key=lambda e: order.get(e["type"], 2))
     for error in errors:
         key, field = _at(model, error["loc"])
         if error["type"] in ("extra_forbidden", "invalid_key"):
@@ -189,15 +194,6 @@ def _as_in_yaml(hint: Any) -> Any:
     if typing.get_origin(hint) in (Union, types.UnionType):
         return Union[tuple(_as_in_yaml(part) for part in typing.get_args(hint))]  # noqa: UP007
     return Annotated[hint, Strict(False)] if typing.get_origin(hint) is tuple else hint
-
-
-def _errors(model: type[BaseModel], values: Any) -> list[Any]:
-    try:
-        model.model_validate(values)
-    except ValidationError as error:
-        order = {"extra_forbidden": 0, "invalid_key": 0, "missing": 1}  # names first, then values
-        return sorted(error.errors(include_url=False), key=lambda e: order.get(e["type"], 2))
-    return []
 
 
 def _error(
