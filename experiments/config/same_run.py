@@ -82,10 +82,9 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
     except Exception as error:
         raise UserError(f"{run_dir}/spec.yaml is not readable: choose another run_name") from error
     for key, now in _identity(resolved).items():
-        if then[key] != now and not (resized and key in ("world size", "nodes")):
-            how = (
-                "; resume_resize=average resumes with another number of ranks" if key in ("world size", "nodes") else ""
-            )
+        is_size = key in ("world size", "nodes")
+        if then[key] != now and not (resized and is_size):
+            how = "; resume_resize=average resumes with another number of ranks" if is_size else ""
             raise UserError(f"cannot resume {run_dir}: it ran with {key} {then[key]}, this is {now}{how}")
     if not any(run_dir.glob("checkpoints/step-*")) and not record.ended_well(replace(earlier, config=resolved)):
         return earlier.id  # there is nothing of it that this would resume, or write over
