@@ -125,9 +125,9 @@ def even(name: str, gpu: str, shapes: SHAPES, compute_ms: float) -> Timeline:
     return evenly(name, gpu, shapes, compute_ms / 3, 2 * compute_ms / 3, precision="stated", source="stated")
 
 
-def ms(t: Timeline, cluster: Cluster, method: MethodSpec, layout: Layout | None = None) -> float:
+def ms(t: Timeline, cluster: Cluster, method: MethodSpec) -> float:
     """A step, kernels at the rates assumed for the timeline's GPU."""
-    return simulate(t, cluster, method, Costs.of_gpu(t.gpu), layout).ms
+    return simulate(t, cluster, method, Costs.of_gpu(t.gpu)).ms
 
 
 # ---- CSER: how fast a GPU must be -------------------------------------------------------------------------------------
@@ -145,8 +145,9 @@ def cser(gradient_ratio: int, model_ratio: int, reset_every: int, nbytes: float 
     return replace(METHODS["cser"], rounds=rounds)
 
 
-def slowest(factor: float, speedup: Callable[[float], float], low: float = 0.01, high: float = 1e4) -> float | None:
+def slowest(factor: float, speedup: Callable[[float], float]) -> float | None:
     """The longest forward and backward, in ms, with which `speedup` of it is still `factor`; None where it never is."""
+    low, high = 0.01, 1e4
     if speedup(low) < factor:
         return None
     for _ in range(40):
@@ -226,12 +227,12 @@ def xl_compute_ms(sequences: int, tokens: int, reached: float) -> float:
     return 6 * elements * sequences * tokens / (reached * PEAK_TFLOPS * 1e12) * 1e3
 
 
-def efficiency(method: str, compute_ms: float, nodes: int = 128, latency_us: float = LATENCY_US) -> float:
-    """Step of one node of 8 A100 over that of `nodes` at 100 Gbit/s, with the same work for each GPU.
+def efficiency(method: str, compute_ms: float, latency_us: float = LATENCY_US) -> float:
+    """Step of one node of 8 A100 over that of 128 at 100 Gbit/s, with the same work for each GPU.
 
     latency_us: of a hop of the ring through all ranks; 0 is a collective whose latency is hidden, as a tree's is nearly.
     """
     t = even("bert_xl", "a100-80gb", bert_xl(), compute_ms)
     link = Link(100.0, latency_us)
-    one, many = (ms(t, Cluster(n, 8, link), METHODS[method]) for n in (1, nodes))
+    one, many = (ms(t, Cluster(n, 8, link), METHODS[method]) for n in (1, 128))
     return one / many
