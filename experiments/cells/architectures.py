@@ -144,9 +144,7 @@ def config(name: str) -> Any:
         try:
             return AutoConfig.from_pretrained(name, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{name} is not a configuration of transformers: {' '.join(str(error).split())[:150]}"
-            ) from None
+            raise UserError(f"{name} is not a configuration of transformers: {said_of(error)}") from None
     if key in CONFIG_MAPPING_NAMES:
         return AutoConfig.for_model(key)
     close = near(key, dict.fromkeys((*presets(), *CONFIG_MAPPING_NAMES)))

@@ -6,7 +6,7 @@ A cell is one measurement: a model's timeline, a number of nodes, a link, a meth
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, NamedTuple
@@ -243,16 +243,13 @@ class Suite(PlainData):
         """How many rounds cells have. On one node nothing crosses a link and nothing is compared: no more than ALONE."""
         return self.rounds if nodes > 1 else min(self.rounds, ALONE)
 
-    def dilation(self, cell: Measurement, fraction: float, mbit_per_s: float | None) -> float:
+    def dilation(self, cell: Measurement, fraction: float, mbit_per_s: float) -> float:
         """How much slower a cell runs than the cluster that it stands for: fraction x wished rate / measured rate.
 
         fraction: share of the bytes that is sent. On loopback the network is what it is and only the share counts.
         """
         wished = self.links[cell.link or next(iter(self.links))].goodput_mbit
-        if wished is None:
-            return fraction
-        assert mbit_per_s
-        return fraction * wished / mbit_per_s
+        return fraction if wished is None else fraction * wished / mbit_per_s
 
     def cell(self, place: Place, method: str) -> Measurement:
         """The cell that a place of a table shows."""
@@ -279,16 +276,15 @@ class Suite(PlainData):
 
     def cells(self, places: Sequence[Place], methods: Collection[str]) -> list[Measurement]:
         """What is to be measured, each once. Cells that share parameters and a method stand together."""
-        return list(dict.fromkeys(self._cells(places, methods)))
-
-    def _cells(self, places: Sequence[Place], methods: Collection[str]) -> Iterator[Measurement]:
+        found: dict[Measurement, None] = {}
         for architecture in dict.fromkeys(self.architecture(p.model) for p in places):
             mine = [p for p in places if self.architecture(p.model) == architecture]
             for name, method in self.methods.items():
                 chosen = mine if name in methods else []
                 if method.checks in methods:  # needs no more than one link and one rate
                     chosen = [p for p in mine if (p.rate, p.link) == (mine[0].rate, mine[0].link) and p.nodes > 1]
-                yield from (self.cell(p, name) for p in chosen)
+                found |= dict.fromkeys(self.cell(p, name) for p in chosen)
+        return list(found)
 
     def worlds(self, cells: Sequence[Measurement]) -> dict[tuple[bool, int], list[Measurement]]:
         """(over emulated links, nodes) -> the cells that one run measures."""
