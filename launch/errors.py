@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """Bad input. The message is a single line that says what is wrong and what would be right."""
+
+
+@contextlib.contextmanager
+def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Exceptions of these kinds as UserError: what was given does not suit `what`."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{what}: {error}") from error

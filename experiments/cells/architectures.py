@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from birder.predict.gpus import near, nearest
-from launch.errors import UserError
+from launch.errors import UserError, refused
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "predict" / "models.yaml"
 SEQ = 1024
@@ -255,10 +255,8 @@ def function(where: str, batch: int) -> tuple[Any, Callable[[], Any]]:
     from torch import nn
 
     module, _, name = where.partition(":")
-    try:
+    with refused(f"model={where}", ImportError, AttributeError, ValueError):
         make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"model={where}: {error}") from None
     made = make(batch)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise UserError(f"model={where}: {name}({batch}) must return (module, loss), loss being a function")

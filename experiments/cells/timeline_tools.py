@@ -17,7 +17,7 @@ from birder.predict import architecture, recording
 from birder.predict.timeline import Gradient, IntraNode, Timeline
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
-from launch.errors import UserError
+from launch.errors import UserError, refused
 
 SEQUENCE = 384
 """Tokens of a SQuAD sample."""
@@ -52,10 +52,8 @@ def work_until_ready(model: str) -> list[tuple[str, tuple[int, ...], float]]:
     Counted on a real forward and backward without data: convolutions and matrix products, nothing else. What lies
     between two of them (normalisation, embeddings) counts as free.
     """
-    try:
+    with refused(model, ValueError):
         work = architecture.count(*build(model, 2, "meta"), "fp32")
-    except ValueError as error:
-        raise UserError(f"{model}: {error}") from None
     done = list(itertools.accumulate((k.flops for k in work.kernels), initial=0.0))
     forward, total = done[work.forward], done[-1]
     return [(name, s, (done[work.ready[name]] - forward) / (total - forward)) for name, s in work.shapes.items()]

@@ -14,7 +14,7 @@ from experiments.config.kinds import shown
 from experiments.config.schema_optimizer import OPTIMIZERS
 from experiments.records import record
 from launch.base import Launcher
-from launch.errors import UserError
+from launch.errors import UserError, refused
 from launch.words import one_line
 
 if TYPE_CHECKING:
@@ -75,10 +75,8 @@ def check_classes(resolved: dict[str, Any]) -> None:
     if resolved["comm"]["topology"] == "hsdp":
         from birder.hooks import fsdp  # torch takes a second to load its own
 
-        try:
+        with refused("comm.topology=hsdp", TypeError):
             fsdp.check_method(cls)
-        except TypeError as error:
-            raise UserError(f"comm.topology=hsdp: {error}") from error
 
 
 def user_error(error: BaseException | None) -> UserError | None:

@@ -20,7 +20,7 @@ from experiments.training.products import products_of
 from experiments.training.sharded import ShardedModel, Wrapped
 from experiments.training.torch_hooks import HookAttachment, attach_hook
 from experiments.workloads.base import Batch, Shard, Workload
-from launch.errors import UserError
+from launch.errors import UserError, refused
 from launch.spec import RunSpec
 
 PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,15 +35,6 @@ RELEASED: dict[tuple[type, Any], Any] = {
     (birder.ZeroOneAdam, "deepspeed"): birder.DeepSpeedZeroOneAdam,
 }
 """The classes of what a configuration names by a word."""
-
-
-@contextlib.contextmanager
-def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Exceptions of these kinds as UserError: arguments that do not suit `what`."""
-    try:
-        yield
-    except kinds as error:
-        raise UserError(f"{what}: {error}") from error
 
 
 class Length:
