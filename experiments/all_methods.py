@@ -93,7 +93,7 @@ class MethodsRequest:
         """Of a study: every rate with the first seed, the best one with the others, as far as these parts are asked for."""
         every: list[SweepRun] = []
         for v in variants:
-            every += sweeps.choosing(v.optimizer, (f"+exp={EXP}", *v.overrides), v.rates, self.seeds, self.seeds[:1])
+            every += sweeps.choosing((f"+exp={EXP}", *v.overrides), v.rates, self.seeds, self.seeds[:1])
         return [row for row in every if ("seeds" if row.candidates else "tune") in self.parts]
 
 

@@ -16,6 +16,7 @@ methods:   {optimizer: {keys: arguments, settings: [their values, ...], rates: i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,15 +84,14 @@ class SweepRun:
             is run if their mean is best. Empty: it is run in any case.
     """
 
-    optimizer: str
     overrides: tuple[str, ...]
     candidates: tuple[tuple[tuple[str, ...], ...], ...] = ()
     place: int = 0
 
     @property
     def title(self) -> str:
-        own = self.overrides[self.overrides.index(f"optimizer={self.optimizer}") + 1 :]
-        return ", ".join([self.optimizer, *(o.removeprefix("optimizer.") for o in own)])
+        optimizer = next(i for i, o in enumerate(self.overrides) if o.startswith("optimizer="))
+        return ", ".join(re.sub("^optimizer[=.]", "", o) for o in self.overrides[optimizer:])
 
 
 def rows(
@@ -108,22 +108,21 @@ def rows(
     for name, method in sweep.methods.items():
         if methods is not None and name not in methods:
             continue
-        optimizer = method.optimizer or name
+        optimizer = f"optimizer={method.optimizer or name}"
         own = method.rates if method.rates is not None else sweep.rates
         every: list[float | None] = list(rates if rates is not None else own or []) or [None]
         no_choice = len(every) == 1 and (sweep.choose_at or sweep.seeds[0] not in wanted)
         for setting in method.each:
-            common = (f"+exp={sweep.exp}", *sweep.overrides, f"optimizer={optimizer}", *method.overrides, *setting)
+            common = (f"+exp={sweep.exp}", *sweep.overrides, optimizer, *method.overrides, *setting)
             if sweep.choose and not no_choice:
                 by = sweep.seeds[: sweep.choose_seeds]
-                found += choosing(optimizer, common, every, wanted, by, sweep.choose_at)
+                found += choosing(common, every, wanted, by, sweep.choose_at)
             else:
-                found += [SweepRun(optimizer, _row(common, rate, seed)) for rate in every for seed in wanted]
+                found += [SweepRun(_row(common, rate, seed)) for rate in every for seed in wanted]
     return found
 
 
 def choosing(
-    optimizer: str,
     common: tuple[str, ...],
     rates: Sequence[float | None],
     seeds: Sequence[int],
@@ -135,13 +134,11 @@ def choosing(
     common: the overrides of the setting. choose_at: as in `Sweep`.
     """
     candidates = tuple(tuple((*_row(common, rate, seed), *choose_at) for seed in by) for rate in rates)
-    found = [
-        SweepRun(optimizer, one) for rate in candidates for seed, one in zip(by, rate, strict=True) if seed in seeds
-    ]
+    found = [SweepRun(one) for rate in candidates for seed, one in zip(by, rate, strict=True) if seed in seeds]
     choose = {one for rate in candidates for one in rate}
     for place, rate in enumerate(rates):
         made = [_row(common, rate, seed) for seed in seeds]
-        found += [SweepRun(optimizer, one, candidates, place) for one in made if one not in choose]
+        found += [SweepRun(one, candidates, place) for one in made if one not in choose]
     return found
 
 

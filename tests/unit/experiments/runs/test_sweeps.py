@@ -290,7 +290,7 @@ def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFix
         CHOOSING.replace("choose: true", "choose: true\nchoose_at: [train.max_steps=5]")
     )
     rows = sweeps.rows(sweeps.load(str(tmp_path / "mine.yaml")))
-    assert [row.title for row in rows if row.optimizer == "sgdm"] == [
+    assert [row.title for row in rows if "optimizer=sgdm" in row.overrides] == [
         *("sgdm, lr=0.1, seed=3, train.max_steps=5", "sgdm, lr=0.2, seed=3, train.max_steps=5"),
         *("sgdm, lr=0.1, seed=3", "sgdm, lr=0.1, seed=1", "sgdm, lr=0.2, seed=3", "sgdm, lr=0.2, seed=1"),
     ]
