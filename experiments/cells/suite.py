@@ -162,11 +162,6 @@ class SuiteMethod(PlainData):
         return hydra.utils.get_class(self.optimizer["_target_"])
 
     @property
-    def compressed(self) -> bool:
-        """Whether it sends fewer bits than a 16-bit all-reduce."""
-        return self.wire not in ("none", "fp32", "bf16", "fp16")
-
-    @property
     def traffic(self) -> str:
         """What the NIC carries, as `timelines.nic_bytes` names it."""
         return ("hierarchical" if self.hierarchical else "flat") if self.wire == "1bit" else self.wire

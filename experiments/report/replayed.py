@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.cells.suite import Measurement, Place, Setting, Suite
+from experiments.records.labels import is_compressed
 from experiments.records.record import ResultRecord, read_all
 from experiments.report import captions, metrics, prediction
 from experiments.report.metrics import Speedup
@@ -66,7 +67,7 @@ class Results:
 
     def fastest(self, place: Place) -> list[tuple[float, str]]:
         """Compressed methods of a place, the fastest first."""
-        found = [(self.ms(place, name), name) for name, m in self.suite.rows.items() if m.compressed]
+        found = [(self.ms(place, name), name) for name, m in self.suite.rows.items() if is_compressed(m.wire)]
         return sorted((ms, name) for ms, name in found if ms is not None)
 
 
