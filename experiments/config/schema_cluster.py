@@ -41,10 +41,6 @@ class Local(Cluster):
     )
 
 
-class Virtual(Local):
-    pass
-
-
 class Emulated(Cluster):
     link_gbps: Positive = doc("rate of the network that is emulated, Gbit/s per node and direction")
     dilation: Dilation = doc("the links here are set to link_gbps / dilation; auto: measured at the start")
@@ -78,7 +74,7 @@ class Slurm(Cluster):
 
 CLUSTERS: dict[str, type[Cluster]] = {
     "launch.local.LocalLauncher": Local,
-    "launch.virtual.VirtualLauncher": Virtual,
+    "launch.virtual.VirtualLauncher": Local,
     "launch.emulated.launcher.EmulatedLauncher": Emulated,
     "launch.ssh.launcher.SshLauncher": Ssh,
     "launch.slurm.launcher.SlurmLauncher": Slurm,
