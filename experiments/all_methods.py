@@ -32,7 +32,7 @@ from experiments.records import labels
 from experiments.report import methods_table
 from experiments.report.methods_table import EXP
 from experiments.runs import command, start
-from experiments.runs.study import Study, SweepQueue, asked, close, outcome
+from experiments.runs.study import Study, SweepQueue, asked, outcome
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import plan as worlds
 from launch.errors import UserError
@@ -145,7 +145,6 @@ def all_methods(plan: MethodsRequest, methods: Sequence[str] | None) -> int:
     timed = [plan.compose(row, *TIMING, *rate) for row, rate in zip(rows, rates, strict=True)]
     apart(timed)
     study = Study(EXP, resolved["results_dir"], dry_run=plan.dry_run)
-    study.read()
     grid = SweepQueue(plan.rows(rows), study, plan.overrides, EXP, patient=False)
     if plan.dry_run:
         grid.list()
@@ -157,7 +156,7 @@ def all_methods(plan: MethodsRequest, methods: Sequence[str] | None) -> int:
         return 0
     if scored := any(r.metric for r in study.known.values()):
         methods_table.show(study.results_dir)
-    return close(study.results_dir, EXP, study.failed, written=scored)
+    return study.close(written=scored)
 
 
 @command.report_errors

@@ -25,7 +25,7 @@ from experiments.records.record import PUBLISHED
 from experiments.report import accuracy
 from experiments.report.table import terminal
 from experiments.runs import command, start
-from experiments.runs.study import Study, SweepQueue, close
+from experiments.runs.study import Study, SweepQueue
 from launch.errors import UserError
 
 
@@ -56,10 +56,8 @@ def sweep(
         tuple(o for o in row.overrides if not o.startswith(("optimizer.", "seed="))): row for row in rows
     }.values():
         compose.check(compose.compose([*row.overrides, *given]))
-    results_dir = str(first["results_dir"])
-    study = Study(exp, results_dir, others, dry_run=dry_run)
+    study = Study(exp, first["results_dir"], others, dry_run=dry_run)
     grid = SweepQueue(rows, study, given, wandb_group)
-    study.read()
     if dry_run:
         grid.list()
         return 0
@@ -67,7 +65,7 @@ def sweep(
     grid.run()
     for scored in accuracy.build([r for row in rows if (r := grid.of(row.overrides)) is not None]):
         accuracy.as_table(scored).show(terminal(), verbose=False)
-    return close(results_dir, exp, study.failed, f" of {len(rows)}", written=len(grid.tried) > study.failed)
+    return study.close(f" of {len(rows)}", written=len(grid.tried) > study.failed)
 
 
 @command.report_errors

@@ -39,7 +39,7 @@ from experiments.report.accuracy import HELD_OUT
 from experiments.report.formats import DASH
 from experiments.report.table import Column, Note, Table, terminal
 from experiments.runs import command, start
-from experiments.runs.study import Study, close, score
+from experiments.runs.study import Study, score
 from experiments.tracking import start as tracking
 from experiments.tracking.tracked import About
 from launch.errors import UserError
@@ -180,7 +180,6 @@ def tune_all(request: TuneRequest) -> int:
         if not resolved[name]["workload"].get("held_out"):
             raise UserError("rates are chosen by a part of the training data that is held out: give held_out=N")
     runs = Study(first["exp"], first["results_dir"], dry_run=request.dry_run)
-    runs.read()
     if not request.dry_run:
         start.check_results(first)
     tuned = [tune(request, name, runs) for name in request.optimizers]
@@ -197,7 +196,7 @@ def tune_all(request: TuneRequest) -> int:
     table = as_table(tuned, request)
     table.show(terminal())
     track(table, first)
-    return close(runs.results_dir, runs.exp, runs.failed)
+    return runs.close()
 
 
 def track(table: Table, config: dict[str, Any]) -> None:

@@ -82,21 +82,6 @@ def outcome(r: ResultRecord) -> str:
     return f"{r.timing.get('median_ms', 0):.0f} ms a step"
 
 
-def close(results_dir: str, exp: str, failed: int, of: str = "", *, written: bool = True) -> int:
-    """The end of a study: brings the experiment's tables up to date, says where they are and what failed. The exit status.
-
-    written: whether there is anything new for the tables.
-    """
-    if written:
-        from experiments.report import tables  # loads pandas and matplotlib, which no start should wait for
-
-        tables.write(results_dir, exp)
-        say(f"table:  {Path(results_dir) / 'tables' / f'{exp}.md'}")
-    if failed:
-        say(f"{failed}{of} runs failed: the same command tries them again", sys.stderr)
-    return int(failed > 0)
-
-
 # ---- the engine -------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +102,9 @@ class Study:
     known: dict[Hashable, ResultRecord] = field(default_factory=dict)
     failed: int = 0
     todo: int = 0
+
+    def __post_init__(self) -> None:
+        self.read()
 
     def read(self) -> None:
         """Takes in all records there are."""
@@ -145,6 +133,20 @@ class Study:
                     self._launch(composed(), group)
                     self.read()
         return mine
+
+    def close(self, of: str = "", *, written: bool = True) -> int:
+        """The end: brings the experiment's tables up to date, says where they are and what failed. The exit status.
+
+        written: whether there is anything new for the tables.
+        """
+        if written:
+            from experiments.report import tables  # loads pandas and matplotlib, which no start should wait for
+
+            tables.write(self.results_dir, self.exp)
+            say(f"table:  {Path(self.results_dir) / 'tables' / f'{self.exp}.md'}")
+        if self.failed:
+            say(f"{self.failed}{of} runs failed: the same command tries them again", sys.stderr)
+        return int(self.failed > 0)
 
     def together(self, composed: Sequence[Composed]) -> str | None:
         """The group in which all of these are recorded, so that they can be compared; None where there is none."""
