@@ -70,11 +70,10 @@ class Composed:
     @property
     def command(self) -> str:
         """The command line of this run alone, as the user would type it again."""
-        there = self.config.cluster
-        start = f"torchrun --nnodes {there.nodes} --nproc-per-node {there.ranks_per_node}"
-        return (
-            f"{start if there.name == 'torchrun' else 'python'} {shlex.join(['experiments/run.py', *self.overrides])}"
-        )
+        start, there = "python", self.config.cluster
+        if there.name == "torchrun":  # as runs/start.py calls a world that it has joined
+            start = f"torchrun --nnodes {there.nodes} --nproc-per-node {there.ranks_per_node}"
+        return f"{start} {shlex.join(['experiments/run.py', *self.overrides])}"
 
 
 def compose(overrides: Sequence[str]) -> Composed:
