@@ -117,7 +117,7 @@ def time(study: Study, composed: list[Composed], asked_for: bool) -> None:
     if group_there is None and not study.dry_run:
         with TrackedComparison(composed, group) as comparison:
             comparison.status, _ = compare.in_turns(composed, group)
-            comparison.record(study.results_dir, [])
+            comparison.record([])
         study.read()
         study.failed += sum(study.done(asked(c.overrides)) is None for c in composed)
 

@@ -110,7 +110,7 @@ def compare(
             printed = (show or tables.print_group)(first["results_dir"], group)
             # Runs that follow each other are tracked by themselves: the comparison adds the table.
             comparison_run = comparison_run or tracked()
-            comparison_run.record(first["results_dir"], printed)
+            comparison_run.record(printed)
         if comparison_run is not None:
             comparison_run.status = status
     if failed and len(chosen) > 1:
@@ -213,7 +213,7 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
         start.as_rank(spec, rank, turns.train, plan.write_failed)
         if rank == 0:
             tables.write(spec.config["results_dir"], spec.exp)
-            comparison_run.record(spec.config["results_dir"], tables.print_group(spec.config["results_dir"], group))
+            comparison_run.record(tables.print_group(spec.config["results_dir"], group))
             comparison_run.status = 0
     return 0
 

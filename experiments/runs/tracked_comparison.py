@@ -39,6 +39,7 @@ class TrackedComparison:
         first = resolved[0]
         self.group, self.status = group, 1
         self.summary: dict[str, Any] = {}
+        self.results_dir = Path(first["results_dir"])
         self.folder = Path(first["output_dir"]) / str(first["exp"]) / f"{group}-comparison"
         variants = [
             {"method": labels.method(config), "wire": labels.wire(config), "overrides": list(c.overrides)}
@@ -48,9 +49,9 @@ class TrackedComparison:
         config = {**shared, "variants": variants}
         self.run: TrackedRun = start(About(group, group, "comparison", config, self.folder))
 
-    def record(self, results_dir: str | Path, printed: Sequence[Table]) -> None:
+    def record(self, printed: Sequence[Table]) -> None:
         """Sends what the comparison has come to. printed: the tables that were shown."""
-        everything = read_all(results_dir)
+        everything = read_all(self.results_dir)
         records = [r for r in everything if r.group == self.group]
         measured = speedup.build(records, self.group)
         names = {r.id: f"{r.method} {r.id}" for r in records}
@@ -63,7 +64,7 @@ class TrackedComparison:
             self.run.table("rows", list(rows[0]), [list(row.values()) for row in rows])
         if rounds:
             self.run.table("rounds", ROUND_COLUMNS, rounds)
-        for path in tables.plots_of(everything, Path(results_dir), self.group):
+        for path in tables.plots_of(everything, self.results_dir, self.group):
             if path.is_file():
                 self.run.image(path.stem, path)
         self.summary = summary(measured)

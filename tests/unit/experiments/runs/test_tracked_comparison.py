@@ -39,7 +39,7 @@ def tracked(folder: Path, *more: str) -> list[list[str]]:
         records("g", folder / "results")
         tables.write(folder / "results", "resnet50")
         (printed,) = tables.print_group(folder / "results", "g")
-        comparison.record(folder / "results", [printed])
+        comparison.record([printed])
         comparison.status = 0
     headings, rows = printed.printed()
     return [headings, *rows]
@@ -67,7 +67,7 @@ def test_a_paper_comparison_records_the_table_that_it_shows(tmp_path: Path) -> N
     with TrackedComparison([compose.compose(overrides(tmp_path, "wandb=offline", "wandb.group=mine"))], "g") as made:
         records("g", tmp_path / "results")
         printed = tables.print_group(tmp_path / "results", "g", view=speedup_table.as_papers)
-        made.record(tmp_path / "results", printed)
+        made.record(printed)
     run = wandb_file.read(tmp_path)
     headings, rows = printed[0].printed()
     table = run.table("comparison")
