@@ -93,7 +93,7 @@ class Node:
         names = dict.fromkeys(c.method for c in self.cells if not self.suite.methods[c.method].hook)
         for method in {m.optimizer["_target_"]: m for m in map(self.suite.methods.__getitem__, names)}.values():
             model = ReplayModel(flattened(timeline, 1e-3), 0.0)
-            setup = Setup(method, model, 1e-3, self.size, self.suite.gpus_per_node)
+            setup = Setup(method, model, 1e-3, self.suite.gpus_per_node)
             setup.step()
             setup.close()
 

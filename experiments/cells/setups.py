@@ -30,16 +30,16 @@ from experiments.training.world import gathered, memory_left
 
 
 class Setup:
-    """Model, DDP, optimizer and communication of one method; each of `nodes` processes is a node of `gpus` GPUs."""
+    """Model, DDP, optimizer and communication of one method; each process is a node of `gpus` GPUs."""
 
-    def __init__(self, method: SuiteMethod, model: ReplayModel, fraction: float, nodes: int, gpus: int) -> None:
+    def __init__(self, method: SuiteMethod, model: ReplayModel, fraction: float, gpus: int) -> None:
         self.method, self.model, self.gpus = method, model, gpus
         options = {k: v for k, v in method.optimizer.items() if k != "_target_"}
         self.optimizer: Any = method.kind(model.parameters(), **options)
         mb = 1e4 if method.one_bucket else BUCKET_MB * fraction
         # All nodes start from zeros: DDP need not send rank 0's parameters over a link as slow as an emulated one.
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=mb, gradient_as_bucket_view=True, init_sync=False)
-        self.attachment = self._attach({"topology": Topology(nodes, 1), "unit_mb": mb})
+        self.attachment = self._attach({"topology": Topology(dist.get_world_size(), 1), "unit_mb": mb})
         self._warm_up()
 
     def _attach(self, options: dict[str, Any]) -> Any:
@@ -187,7 +187,6 @@ class Setups:
 
     def __init__(self, suite: Suite, cells: Sequence[Scaled]) -> None:
         self.suite = suite
-        self.size = dist.get_world_size()
         self.peaks: dict[tuple[str, float], int | None] = {}
         self._held: dict[tuple[str, float], Setup] = {}
         self._making: dict[tuple[str, float], tuple[int | None, int]] = {}
@@ -242,7 +241,7 @@ class Setups:
         model = self._model(scaled)
         tidy()  # else what others have freed would be used again, and not be counted
         watched = Memory()
-        setup = Setup(scaled.method, model, scaled.share, self.size, self.suite.gpus_per_node)
+        setup = Setup(scaled.method, model, scaled.share, self.suite.gpus_per_node)
         self._making[scaled.key] = watched.peak(), watched.grown()
         return setup
 
