@@ -34,9 +34,10 @@ SAME_NUMBERS = ("train.bf16_matmul",)
 BEFORE = {"train.bf16_matmul": "native", "comm.error_feedback": False}
 """What runs did that are older than the keys."""
 
-# What changes no parameter at any step. Everything else does, or may.
+# What changes no parameter at any step. Everything else does, or may, and so do _OF_THE_CLUSTER.
 FREE = (
     *BOOKKEEPING,
+    "cluster",
     "tune",
     "scale",
     "scales",
@@ -110,13 +111,8 @@ def changed_midway(config: dict[str, Any]) -> bool:
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[list[Any]]:
     """[key, then, now] for all keys in which two configurations differ that change the trajectory; None: not there."""
     old, new = BEFORE | flatten(then), BEFORE | flatten(now)
-    return [[k, old.get(k), new.get(k)] for k in sorted({*old, *new}) if _counts(k) and old.get(k) != new.get(k)]
-
-
-def _counts(key: str) -> bool:
-    if key.startswith("cluster."):
-        return key in _OF_THE_CLUSTER
-    return not within(key, FREE)
+    keys = sorted(k for k in {*old, *new} if k in _OF_THE_CLUSTER or not within(k, FREE))
+    return [[k, old.get(k), new.get(k)] for k in keys if old.get(k) != new.get(k)]
 
 
 def _short(value: Any) -> str:
