@@ -83,7 +83,7 @@ def compose(overrides: Sequence[str]) -> Composed:
         made = _composed(overrides, CONF)
     except CONFIG_ERRORS as error:
         raise explain(error, overrides) from error
-    validate.check_structure(_raw(made.config))
+    validate.check_structure(_dicts(made.config))
     return made
 
 
@@ -93,8 +93,7 @@ def plain(overrides: Sequence[str], config_dir: Path, schema: type[BaseModel]) -
     Raises UserError.
     """
     try:
-        config = _composed(overrides, config_dir).config
-        found = {str(k): v for k, v in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore[union-attr]
+        found = _dicts(_composed(overrides, config_dir).config, resolve=True)
     except CONFIG_ERRORS as error:
         raise messages.explain(error, config_dir, lambda _: list(dict(validate.fields(schema)))) from error
     validate.check_section(schema, found)
@@ -104,7 +103,7 @@ def plain(overrides: Sequence[str], config_dir: Path, schema: type[BaseModel]) -
 def compared(composed: Composed) -> list[list[str]]:
     """What a configuration lists under `compare`: the overrides of each variant. Empty where it compares nothing."""
     listed = _value(composed.config, "compare")
-    validate.check_some(["compare"], lambda _: listed, _raw(composed.config))
+    validate.check_some(["compare"], lambda _: listed, _dicts(composed.config))
     return [list(variant) for variant in listed]
 
 
@@ -146,7 +145,7 @@ def _path(match: re.Match[str]) -> str:
 
 def composed(config: DictConfig, choices: dict[str, str], overrides: Sequence[str]) -> Composed:
     """What Hydra has composed, without the `hydra` node. Files may hold keys under their old names."""
-    if old := old_keys.names(raw := _raw(config)):
+    if old := old_keys.names(raw := _dicts(config)):
         _warn([f"{name} is now {old_keys.RENAMED[name][0]}" for name in old])
         config = OmegaConf.create(old_keys.config(raw, typed=set(map(key_of, overrides))))
     return Composed(config, choices, list(overrides))
@@ -172,25 +171,23 @@ def resolve(composed: Composed) -> dict[str, Any]:
 
     Done once for a configuration, however often it is asked for; what is returned is the caller's own.
     """
-    if not composed.resolved or composed.resolved[0][0] != _raw(composed.config):
+    if not composed.resolved or composed.resolved[0][0] != _dicts(composed.config):
         found = _resolve(composed)
-        composed.resolved[:] = [(_raw(composed.config), found)]
+        composed.resolved[:] = [(_dicts(composed.config), found)]
     return copy.deepcopy(composed.resolved[0][1])
 
 
 def _resolve(composed: Composed) -> dict[str, Any]:
     config, get = composed.config, functools.partial(_value, composed.config)
     try:
-        raw = _raw(config)
+        raw = _dicts(config)
         validate.check_structure(raw)
         validate.check_some(validate.PLACES, get, raw)
         _count_hosts(composed)
         validate.check_some(validate.FIRST, get, raw)
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        everything = _dicts(config, resolve=True, throw_on_missing=True)
     except CONFIG_ERRORS as error:
         raise explain(error, composed.overrides) from error
-    assert isinstance(plain, dict)
-    everything = {str(k): v for k, v in plain.items()}
     validate.check(everything)
     rules.check_scales(everything["scales"])
     rules.check_hook(everything)
@@ -238,7 +235,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> UserError:
     def known(wrong: str) -> list[str]:
         others = [o for o in overrides if wrong not in o]
         with contextlib.suppress(*CONFIG_ERRORS, UserError):  # a second mistake: the names of the groups must do
-            return validate.keys_of(_raw(_composed(others, CONF).config))
+            return validate.keys_of(_dicts(_composed(others, CONF).config))
         return list(validate.GROUPS)
 
     return messages.explain(error, CONF, known)
@@ -277,11 +274,11 @@ def _value(config: DictConfig, key: str) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _raw(config: DictConfig) -> dict[str, Any]:
-    """`config` as plain dicts, references not resolved."""
-    raw = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(raw, dict)
-    return {str(key): value for key, value in raw.items()}
+def _dicts(config: DictConfig, **options: Any) -> dict[str, Any]:
+    """`config` as plain dicts, references not resolved unless `options` of OmegaConf ask for it."""
+    found = OmegaConf.to_container(config, **options)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
 
 
 def _count_hosts(composed: Composed) -> None:
