@@ -80,7 +80,7 @@ def compose(overrides: Sequence[str]) -> Composed:
     """Composes conf/config.yaml with `overrides`. Raises UserError for whatever Hydra cannot make of them."""
     overrides = readable(overrides)
     try:
-        made = _composed(overrides, CONF)
+        made = _from_hydra(overrides, CONF)
     except CONFIG_ERRORS as error:
         raise explain(error, overrides) from error
     validate.check_structure(_dicts(made.config))
@@ -93,7 +93,7 @@ def plain(overrides: Sequence[str], config_dir: Path, schema: type[BaseModel]) -
     Raises UserError.
     """
     try:
-        found = _dicts(_composed(overrides, config_dir).config, resolve=True)
+        found = _dicts(_from_hydra(overrides, config_dir).config, resolve=True)
     except CONFIG_ERRORS as error:
         raise messages.explain(error, config_dir, lambda _: list(dict(validate.fields(schema)))) from error
     validate.check_section(schema, found)
@@ -235,7 +235,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> UserError:
     def known(wrong: str) -> list[str]:
         others = [o for o in overrides if wrong not in o]
         with contextlib.suppress(*CONFIG_ERRORS, UserError):  # a second mistake: the names of the groups must do
-            return validate.keys_of(_dicts(_composed(others, CONF).config))
+            return validate.keys_of(_dicts(_from_hydra(others, CONF).config))
         return list(validate.GROUPS)
 
     return messages.explain(error, CONF, known)
@@ -260,7 +260,7 @@ def _compose(overrides: Sequence[str], config_dir: Path) -> DictConfig:
         GlobalHydra.instance().hydra = state
 
 
-def _composed(overrides: Sequence[str], config_dir: Path) -> Composed:
+def _from_hydra(overrides: Sequence[str], config_dir: Path) -> Composed:
     full = _compose(overrides, config_dir)
     choices = {k: v for k, v in full.hydra.runtime.choices.items() if v is not None}
     with omegaconf.open_dict(full):
