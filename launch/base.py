@@ -58,7 +58,7 @@ class Launcher(ABC):
     python: str = field(init=False, default=sys.executable)
 
     @abstractmethod
-    def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
+    def command(self, spec: RunSpec, node_rank: int) -> list[str]:
         """The command that starts the ranks of one node. Node 0 hosts the rendezvous."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Launcher(ABC):
         """Raises UserError when this run cannot be started here. Nothing has been written or started yet."""
 
     @abstractmethod
-    def run(self, spec_path: Path, spec: RunSpec) -> None:
+    def run(self, spec: RunSpec) -> None:
         """Starts every node and waits. Returns when all ranks ended well, raises RunFailed or UserError otherwise.
 
         Whatever happens, an interrupt included, nothing that it started is left running when it returns or raises.
@@ -74,7 +74,7 @@ class Launcher(ABC):
 
     def preview(self, spec: RunSpec) -> str:
         """What `dry_run` prints: the exact commands, one line per node."""
-        commands = [self.command(spec.file, spec, node) for node in range(self.nodes)]
+        commands = [self.command(spec, node) for node in range(self.nodes)]
         return "\n".join(map(shlex.join, commands))
 
     def launch(self, spec: RunSpec) -> None:
@@ -93,7 +93,7 @@ class Launcher(ABC):
                 spec.path.mkdir(parents=True, exist_ok=True)
                 until_the_end.enter_context(lock.held(spec.path))
                 failure.forget_earlier(spec.path)
-                spec_path = spec.save()
+                spec.save()
             except OSError as error:
                 if fresh:
                     failure.remove_unused(spec.path)
@@ -103,7 +103,7 @@ class Launcher(ABC):
             name = "" if spec.path.name == spec.id else f"{spec.id}: "
             say(f"{name}{self.shape()}, files in {spec.run_dir}")
             try:
-                self.run(spec_path, spec)
+                self.run(spec)
             except UserError:
                 if fresh:
                     failure.remove_unused(spec.path)
@@ -123,20 +123,16 @@ class Launcher(ABC):
         """ "2 nodes x 1 rank": for the user's eyes."""
         return f"{count(self.nodes, 'node')} x {count(self.ranks_per_node, 'rank')}"
 
-    def torchrun(
-        self, spec_path: Path, spec: RunSpec, *, endpoint: str, is_host: bool, local_addr: str | None = None
-    ) -> list[str]:
-        """torchrun's command line for one node: c10d rendezvous at `endpoint` ("host:port"), hosted where `is_host`."""
+    def torchrun(self, spec: RunSpec, *, endpoint: str, is_host: int | str, local_addr: str) -> list[str]:
+        """torchrun's command line for one node: c10d rendezvous at `endpoint` ("host:port"), hosted where `is_host` is 1."""
         command = [self.python, "-m", "torch.distributed.run"]
         command += ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.ranks_per_node)]
         command += ["--rdzv-backend", "c10d", "--rdzv-id", spec.id, "--rdzv-endpoint", endpoint]
-        command += ["--rdzv-conf", f"is_host={int(is_host)},join_timeout={JOIN_S}"]
-        if local_addr is not None:
-            command += ["--local-addr", local_addr]
+        command += ["--rdzv-conf", f"is_host={is_host},join_timeout={JOIN_S}", "--local-addr", local_addr]
         # Else torchrun makes a folder in the temporary folder of each node, and leaves it there.
-        command += ["--log-dir", str(spec_path.parent / failure.TORCHRUN)]
+        command += ["--log-dir", str(spec.path / failure.TORCHRUN)]
         command += ["--max-restarts", str(self.max_restarts)]
-        return [*command, str(self.worker), str(spec_path)]
+        return [*command, str(self.worker), str(spec.file)]
 
     def torchrun_environment(self) -> dict[str, str]:
         """What every agent's environment must hold besides the command."""

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from launch import environment, failure
 from launch.base import Launcher
@@ -47,9 +46,9 @@ class LocalLauncher(Launcher):
             say(f"{ranks} ranks and {count(gpus, 'GPU')}: all run on the CPU")
         self.port = free_port()
 
-    def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
+    def command(self, spec: RunSpec, node_rank: int) -> list[str]:
         endpoint = f"127.0.0.1:{self.port}"
-        return self.torchrun(spec_path, spec, endpoint=endpoint, is_host=node_rank == 0, local_addr="127.0.0.1")
+        return self.torchrun(spec, endpoint=endpoint, is_host=int(node_rank == 0), local_addr="127.0.0.1")
 
     def environment(self, node_rank: int) -> dict[str, str]:
         """Environment of one node's agent and so of its ranks."""
@@ -64,8 +63,8 @@ class LocalLauncher(Launcher):
         # torchrun closes all inherited files except the standard ones; rank 0 finds the user's terminal as its stdin.
         return env | {"BIRDER_TERMINAL": "stdin"}
 
-    def run(self, spec_path: Path, spec: RunSpec) -> None:
-        agents = [Agent(self.command(spec_path, spec, k), self.environment(k)) for k in range(self.nodes)]
+    def run(self, spec: RunSpec) -> None:
+        agents = [Agent(self.command(spec, k), self.environment(k)) for k in range(self.nodes)]
         if cause := supervise(agents, spec.path, terminal=terminal_fd(), heartbeat_timeout_s=self.heartbeat_timeout_s):
             failure.report(cause)
 

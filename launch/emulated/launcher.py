@@ -79,21 +79,16 @@ class EmulatedLauncher(LocalLauncher):
             return
         check_capacity(self.nodes, self.link_gbps, self.mbit_per_s, self.max_total_gbps)
 
-    def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
-        agent = self._agent(spec_path, spec, node_rank)
+    def command(self, spec: RunSpec, node_rank: int) -> list[str]:
+        agent = self._agent(spec, node_rank)
         return [*network.enter(node_rank), *agent] if self.shapes else agent
 
-    def _agent(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
+    def _agent(self, spec: RunSpec, node_rank: int) -> list[str]:
         """One node's agent, without the command that takes it to its node."""
         if not self.shapes:
-            return super().command(spec_path, spec, node_rank)
-        return self.torchrun(
-            spec_path,
-            spec,
-            endpoint=f"{network.address(0)}:{self.port}",
-            is_host=node_rank == 0,
-            local_addr=network.address(node_rank),
-        )
+            return super().command(spec, node_rank)
+        endpoint, own = f"{network.address(0)}:{self.port}", network.address(node_rank)
+        return self.torchrun(spec, endpoint=endpoint, is_host=int(node_rank == 0), local_addr=own)
 
     def environment(self, node_rank: int) -> dict[str, str]:
         env = super().environment(node_rank)
@@ -112,18 +107,18 @@ class EmulatedLauncher(LocalLauncher):
         commands = [
             self._sandbox(spec),
             *network.commands(self.nodes, None if self.late else self.mbit_per_s),
-            *(self.command(spec.file, spec, k) for k in range(self.nodes)),
+            *(self.command(spec, k) for k in range(self.nodes)),
         ]
         return "\n".join(map(shlex.join, commands))
 
     def _sandbox(self, spec: RunSpec) -> list[str]:
         return [*sandbox.prefix(), self.python, str(Path(inside.__file__).resolve()), str(spec.path / "plan.json")]
 
-    def run(self, spec_path: Path, spec: RunSpec) -> None:
+    def run(self, spec: RunSpec) -> None:
         if not self.shapes:
             note = "one node: no link" if self.nodes == 1 else f"not shaped: {why_not()}"
             link_file.write(spec.path, link_file.of(note=note))
-            return super().run(spec_path, spec)
+            return super().run(spec)
         for left in (inside.CONTROL, inside.CONTROL_DONE, inside.OUTCOME, link_file.FILE):
             (spec.path / left).unlink(missing_ok=True)  # of an earlier run that is resumed
         environments = [self.environment(k) for k in range(self.nodes)]
@@ -143,7 +138,7 @@ class EmulatedLauncher(LocalLauncher):
                 dilation=None if self.dilation == "auto" else float(self.dilation),
             ),
             # The rest of the environment, keys among it, is inherited and never written to a file.
-            "agents": [{"command": self._agent(spec_path, spec, k), "environment": own[k]} for k in range(self.nodes)],
+            "agents": [{"command": self._agent(spec, k), "environment": own[k]} for k in range(self.nodes)],
         }
         inside.write_json(spec.path / "plan.json", plan)
         if cause := self._supervise(spec, common):

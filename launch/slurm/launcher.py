@@ -9,6 +9,7 @@ file system). A job outlives the launcher's death, and `cluster.wait=false`: `sc
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -182,12 +183,10 @@ class SlurmLauncher(Launcher):
                 f"{self.nodes} nodes asked for, and partition {wanted.rstrip('*')} has {most}: set cluster.nodes"
             )
 
-    def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
+    def command(self, spec: RunSpec, node_rank: int) -> list[str]:
         """torchrun's command line, the same for all nodes: launch/slurm/node.py fills in what stands in braces."""
-        command = self.torchrun(
-            spec_path.absolute(), spec, endpoint="{endpoint}", is_host=False, local_addr="{address}"
-        )
-        return [a.replace("is_host=0", "is_host={is_host}") if a.startswith("is_host=") else a for a in command]
+        absolute = dataclasses.replace(spec, run_dir=str(spec.path.absolute()))
+        return self.torchrun(absolute, endpoint="{endpoint}", is_host="{is_host}", local_addr="{address}")
 
     def all_options(self, spec: RunSpec) -> dict[str, Any]:
         """What the job asks for: sbatch's long options and their values."""
@@ -219,7 +218,7 @@ class SlurmLauncher(Launcher):
             exports="\n".join(f"export {k}={shlex.quote(v)}" for k, v in exports.items()),
             log=shlex.quote(f"{_logs(spec)}/node%n.log"),
             node=shlex.join(node) + ' --first "$first" --second "$second" --port "$port" --',
-            torchrun=shlex.join(self.command(spec.file, spec, 0)),
+            torchrun=shlex.join(self.command(spec, 0)),
         )
         return "\n".join(lines) + "\n\n" + body
 
@@ -232,7 +231,7 @@ class SlurmLauncher(Launcher):
     def preview(self, spec: RunSpec) -> str:
         return f"{self.script(spec)}\n{shlex.join(self.submission(spec))}"
 
-    def run(self, spec_path: Path, spec: RunSpec) -> None:
+    def run(self, spec: RunSpec) -> None:
         logs = spec.path / "logs"
         logs.mkdir(exist_ok=True)
         link_file.write(spec.path, link_file.of(kind="network"))

@@ -99,17 +99,12 @@ class SshLauncher(Launcher):
             say("some hosts have fewer GPUs than ranks: all ranks run on the CPU")
         self.routes = self._find_routes([look["address"] for look in looks], [look["client"] for look in looks])
 
-    def command(self, spec_path: Path, spec: RunSpec, node_rank: int) -> list[str]:
+    def command(self, spec: RunSpec, node_rank: int) -> list[str]:
         """The ssh command of one node. Only after `check`, which finds the addresses."""
         first, own = self.routes[0], self.routes[node_rank]
         host = f"[{first['address']}]" if ":" in first["address"] else first["address"]
-        torchrun = self.torchrun(
-            spec_path,
-            spec,
-            endpoint=f"{host}:{first['port']}",
-            is_host=node_rank == 0,
-            local_addr=own["address"],
-        )
+        endpoint = f"{host}:{first['port']}"
+        torchrun = self.torchrun(spec, endpoint=endpoint, is_host=int(node_rank == 0), local_addr=own["address"])
         torchrun[-2] = str(Path(self.directory) / self.worker.relative_to(ROOT))
         env = [f"{name}={value}" for name, value in self.environment(node_rank).items()]
         agent = [self.python, "-m", "launch.ssh.remote", "run", str(node_rank), spec.run_dir]
@@ -123,7 +118,7 @@ class SshLauncher(Launcher):
         env |= {"BIRDER_TERMINAL": "stdin", **self.torchrun_environment()}
         return env | {name: str(value) for name, value in self.env.items() if value is not None}
 
-    def run(self, spec_path: Path, spec: RunSpec) -> None:
+    def run(self, spec: RunSpec) -> None:
         say("hosts: " + ", ".join(f"{k} {host}" for k, host in enumerate(self.hosts)))
         link_file.write(spec.path, link_file.of(kind="network"))
         (spec.path / "logs").mkdir(exist_ok=True)
@@ -133,7 +128,7 @@ class SshLauncher(Launcher):
         try:
             with process.stop_signals():
                 for node in range(self.nodes):
-                    running.append(self._start(node, spec_path, spec))
+                    running.append(self._start(node, spec))
                 failed = process.wait_for_first_failure(running)
             completed = failed is None
         finally:
@@ -149,11 +144,11 @@ class SshLauncher(Launcher):
                 f"the run is complete, but its files could not be fetched from {count(len(problems), 'host')}"
             )
 
-    def _start(self, node: int, spec_path: Path, spec: RunSpec) -> subprocess.Popen:
+    def _start(self, node: int, spec: RunSpec) -> subprocess.Popen:
         with open(_ssh_log(spec, node), "ab") as log:
-            command = self.command(spec_path, spec, node)
+            command = self.command(spec, node)
             started = process.attached(command, stdin=subprocess.PIPE, stdout=terminal_fd(), stderr=log)
-        files = [] if self.shared[node] else [spec_path, spec.path / link_file.FILE]
+        files = [] if self.shared[node] else [spec.file, spec.path / link_file.FILE]
         passed_on = {name: os.environ[name] for name, value in self.env.items() if value is None}
         request: dict[str, Any] = {"files": {f.name: f.read_text() for f in files}, "environment": passed_on}
         request["heartbeat_timeout_s"] = self.heartbeat_timeout_s

@@ -80,7 +80,7 @@ def test_elsewhere_one_line_and_plain_loopback(
     tmp_path: Path, impossible: None, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = []
-    monkeypatch.setattr(LocalLauncher, "run", lambda self, path, spec: ran.append(self.command(path, spec, 1)))
+    monkeypatch.setattr(LocalLauncher, "run", lambda self, spec: ran.append(self.command(spec, 1)))
     for run in ("first", "second"):  # of a comparison
         launcher = made(dilation="auto")
         assert not launcher.shapes
@@ -104,7 +104,7 @@ def test_one_node_needs_no_network(tmp_path: Path, impossible: None, capsys: Cap
     launcher = made(nodes=1, dilation="auto")
     launcher.check(make_spec(tmp_path))
     assert capsys.readouterr().out == ""
-    assert launcher.command(tmp_path, make_spec(tmp_path), 0)[0] == sys.executable
+    assert launcher.command(make_spec(tmp_path), 0)[0] == sys.executable
 
 
 def test_nothing_leads_around_the_link(possible: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,7 +348,7 @@ def test_one_process_is_started(tmp_path: Path) -> None:
     made = compose.launcher(compose.resolve(compose.compose(["+exp=digits", "cluster=virtual", "cluster.nodes=64"])))
     assert isinstance(made, VirtualLauncher)
     assert made.shape() == "64 x 1 virtual ranks in one process"
-    command = made.command(tmp_path / "spec.yaml", spec(tmp_path, "x", "+exp=digits"), 0)
+    command = made.command(spec(tmp_path, "x", "+exp=digits"), 0)
     assert [command[command.index(f) + 1] for f in ("--nnodes", "--nproc-per-node")] == ["1", "1"]
 
 

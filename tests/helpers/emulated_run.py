@@ -118,10 +118,10 @@ def launcher(**options: Any) -> Any:
         worker = Path(stub_run.__file__).resolve()
         on_failure = staticmethod(record.write_failed)
 
-        def torchrun(self, spec_path: Path, spec: Any, *, local_addr: str | None = None, **_: Any) -> list[str]:
+        def torchrun(self, spec: Any, *, local_addr: str, **_: Any) -> list[str]:
             rank = [network.address(node) for node in range(network.MAX_NODES)].index(str(local_addr))
             world = [f"RANK={rank}", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", f"WORLD_SIZE={self.nodes}"]
-            return ["env", *world, self.python, str(self.worker), str(spec_path)]
+            return ["env", *world, self.python, str(self.worker), str(spec.file)]
 
     defaults = {"nodes": 2, "ranks_per_node": 1, "name": "emulated", "dilation": 50}
     return Quick(**{**defaults, **options})

@@ -150,8 +150,9 @@ def test_killed_launcher_leaves_nothing_and_holds_nothing(tmp_path: Path) -> Non
 
 def test_command(tmp_path: Path) -> None:
     launcher = LocalLauncher(nodes=4, ranks_per_node=2, name="local", max_restarts=1)
-    launcher.check(make_spec(tmp_path))
-    commands = [launcher.command(tmp_path / "spec.yaml", make_spec(tmp_path), k) for k in range(4)]
+    spec = make_spec(tmp_path)
+    launcher.check(spec)
+    commands = [launcher.command(spec, k) for k in range(4)]
     for node, command in enumerate(commands):
         pairs = dict(zip(command[3:-2:2], command[4:-2:2], strict=True))
         assert command[1:3] == ["-m", "torch.distributed.run"]
@@ -163,11 +164,11 @@ def test_command(tmp_path: Path) -> None:
             "--rdzv-endpoint": f"127.0.0.1:{launcher.port}",
             "--rdzv-conf": f"is_host={int(node == 0)},join_timeout=120",
             "--local-addr": "127.0.0.1",
-            "--log-dir": f"{tmp_path}/logs/torchrun",
+            "--log-dir": f"{spec.path}/logs/torchrun",
             "--max-restarts": "1",
         }
         assert command[-2].endswith("experiments/training/worker.py")
-        assert command[-1] == str(tmp_path / "spec.yaml")
+        assert command[-1] == str(spec.file)
 
 
 def test_dry_run_starts_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
