@@ -12,7 +12,6 @@ A rank that torchrun starts again takes the place of its earlier life in both fo
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import UserError
-from launch.files import write_whole
+from launch.files import read_json, read_log, write_json
 from launch.process import alive, pid_space
 
 # What ranks report when a peer has gone: a consequence, never the cause.
@@ -99,7 +98,7 @@ def save_error(
 def _write(folder: Path, content: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # a full disk: the exit status must tell
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / f"rank{content['rank']}.json", json.dumps(content))
+        write_json(folder / f"rank{content['rank']}.json", content)
 
 
 def forget_earlier(run_dir: Path) -> None:
@@ -185,17 +184,18 @@ def report(cause: Cause) -> None:
     raise RunFailed(cause.reason)
 
 
+def ranks(run_dir: Path) -> list[dict[str, Any]]:
+    """The rank files of a run."""
+    return _read(run_dir / "ranks")
+
+
 def _read(folder: Path) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted(folder.glob("rank*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text()))
-    return found
+    return [found for path in sorted(folder.glob("rank*.json")) if (found := read_json(path)) is not None]
 
 
 def _visible_ranks(run_dir: Path) -> list[dict[str, Any]]:
     here = pid_space()
-    return [r for r in _read(run_dir / "ranks") if r["pid_space"] == here]
+    return [r for r in ranks(run_dir) if r["pid_space"] == here]
 
 
 def is_consequence(kind: str, message: str) -> bool:
@@ -209,7 +209,7 @@ def is_consequence(kind: str, message: str) -> bool:
 def _most_missed(run_dir: Path, errors: list[dict[str, Any]]) -> str | None:
     """Whom most of those who looked around found missing, in one line; None when nobody missed anybody."""
     excused = {e["rank"] for e in errors}  # they have said themselves why they left
-    excused |= {r["rank"] for r in _read(run_dir / "ranks") if r["state"] != "running"}
+    excused |= {r["rank"] for r in ranks(run_dir) if r["state"] != "running"}
     found: Counter[tuple[int, str]] = Counter()  # (how sure the finding is, what it says)
     for error in errors:
         peers, node = error.get("peers", []), error["node"]
@@ -232,16 +232,16 @@ def _most_missed(run_dir: Path, errors: list[dict[str, Any]]) -> str | None:
     return max(found, key=lambda f: (found[f], f[0]))[1] if found else None
 
 
-def _unreachable(run_dir: Path, node: int, ranks: list[int]) -> str:
-    ranks = sorted({*ranks, *(r["rank"] for r in _read(run_dir / "ranks") if r["node"] == node)})
-    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _unreachable(run_dir: Path, node: int, known: list[int]) -> str:
+    there = sorted({*known, *(r["rank"] for r in ranks(run_dir) if r["node"] == node)})
+    named = f"rank{'s' * (len(there) > 1)} {', '.join(map(str, there))}"
     return f"node {node} ({named}) cannot be reached by the others: its link is down or the machine is gone"
 
 
 def _killed_in_logs(run_dir: Path, errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rank files of processes that, as their torchrun says, a signal has ended."""
     said = {e["rank"] for e in errors}
-    silent = [r for r in _read(run_dir / "ranks") if r["state"] == "running" and r["rank"] not in said]
+    silent = [r for r in ranks(run_dir) if r["state"] == "running" and r["rank"] not in said]
     return [r for r in silent if _signal_in_log(run_dir, r) is not None]
 
 
@@ -253,26 +253,20 @@ def _how_killed(run_dir: Path, rank: dict[str, Any]) -> str:
 
 def _signal_in_log(run_dir: Path, rank: dict[str, Any]) -> str | None:
     """The signal that ended a rank, as its node's torchrun reports it."""
-    with contextlib.suppress(OSError):
-        text = (run_dir / "logs" / f"node{rank['node']}.log").read_text(errors="replace")
-        if match := re.search(rf"Signal (\d+) \(SIG\w+\) received by PID {rank['pid']}\b", text):
-            return _signal_name(int(match[1]))
-    return None
+    text = read_log(run_dir / "logs" / f"node{rank['node']}.log")
+    match = re.search(rf"Signal (\d+) \(SIG\w+\) received by PID {rank['pid']}\b", text)
+    return _signal_name(int(match[1])) if match else None
 
 
 def _ended_unheard(log: Path, node: int) -> str:
     """Who of a node ended first and how, as its torchrun reports it; "" where it does not."""
-    with contextlib.suppress(OSError):
-        # Of several reports the last: torchrun may have restarted its ranks.
-        found = re.findall(
-            r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)", log.read_text(errors="replace")
-        )
-        if found:
-            rank, code = found[-1][0], int(found[-1][1])
-            how = "killed, for example for lack of memory," if code == -signal.SIGKILL else ""
-            how = how or (f"ended by {_signal_name(-code)}" if code < 0 else f"ended with status {code}")
-            return f"rank {rank} on node {node} {'was ' * (code < 0)}{how}"
-    return ""
+    found = re.findall(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)", read_log(log))
+    if not found:
+        return ""
+    rank, code = found[-1][0], int(found[-1][1])  # of several the last: torchrun may have restarted its ranks
+    how = "killed, for example for lack of memory," if code == -signal.SIGKILL else ""
+    how = how or (f"ended by {_signal_name(-code)}" if code < 0 else f"ended with status {code}")
+    return f"rank {rank} on node {node} {'was ' * (code < 0)}{how}"
 
 
 def _signal_name(number: int) -> str:
@@ -283,7 +277,4 @@ def _signal_name(number: int) -> str:
 
 
 def _tail(path: Path, lines: int = 20) -> str:
-    try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return ""
+    return "\n".join(read_log(path).splitlines()[-lines:])

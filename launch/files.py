@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -20,3 +22,24 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, content: object) -> None:
+    """`write_whole` of `content` as JSON."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON holds; None where there is none, or it is broken."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def read_log(path: Path) -> str:
+    """What a log says so far; "" where there is none."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

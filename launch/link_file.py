@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from launch.files import write_whole
+from launch.files import read_json, write_json
 
 FILE = "link.json"
 UNKNOWN: dict[str, Any] = {
@@ -30,12 +29,9 @@ def of(**known: Any) -> dict[str, Any]:
 
 def write(run_dir: Path, content: dict[str, Any]) -> None:
     """Writes the file, whole or not at all. Raises OSError."""
-    write_whole(run_dir / FILE, json.dumps(content, indent=1) + "\n")
+    write_json(run_dir / FILE, content)
 
 
 def read(run_dir: Path) -> dict[str, Any]:
     """What the file says; empty where nothing has been written."""
-    try:
-        return dict(json.loads((run_dir / FILE).read_text()))
-    except (OSError, ValueError):
-        return {}
+    return dict(read_json(run_dir / FILE) or {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from launch.errors import UserError
-from launch.files import write_whole
+from launch.files import read_json, write_json
 from launch.words import say
 
 LOCK, OWNER = "run.lock", "run.owner"
@@ -59,7 +58,7 @@ def held(run_dir: Path) -> Iterator[None]:
             )
         try:
             with contextlib.suppress(OSError):  # a full disk: the lock holds without
-                write_whole(owner, json.dumps({"pid": os.getpid(), "host": platform.node()}))
+                write_json(owner, {"pid": os.getpid(), "host": platform.node()})
             yield
         finally:
             owner.unlink(missing_ok=True)
@@ -81,7 +80,7 @@ def is_held(run_dir: Path) -> bool:
 def _who(owner: Path) -> str:
     """The holder, for the terminal: no record names a host."""
     try:
-        content = json.loads(owner.read_text())
+        content = read_json(owner)
         return f"pid {int(content['pid'])} on host {str(content['host'])[:100]!r}".replace("'", "")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return "it has just begun"

@@ -33,7 +33,7 @@ from launch import link_file as links
 from launch import process
 from launch.emulated import measure, network, sandbox
 from launch.failure import Cause
-from launch.files import write_whole
+from launch.files import write_json
 from launch.process import Stopped
 from launch.supervise import Agent, supervise
 
@@ -113,11 +113,6 @@ def _rate(text: str) -> float | None:
         if math.isfinite(value := float(text)) and value > 0:
             return value
     return None
-
-
-def write_json(path: Path, content: object) -> None:
-    """Writes a file whole or not at all."""
-    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def main(plan_path: str) -> int:

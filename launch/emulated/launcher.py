@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ from launch.emulated import inside, network, sandbox
 from launch.environment import cores
 from launch.errors import UserError
 from launch.failure import Cause
+from launch.files import read_json, read_log, write_json
 from launch.local import LocalLauncher, terminal_fd
 from launch.spec import RunSpec
 from launch.words import count, say
@@ -140,7 +140,7 @@ class EmulatedLauncher(LocalLauncher):
             # The rest of the environment, keys among it, is inherited and never written to a file.
             "agents": [{"command": self._agent(spec, k), "environment": own[k]} for k in range(self.nodes)],
         }
-        inside.write_json(spec.path / "plan.json", plan)
+        write_json(spec.path / "plan.json", plan)
         if cause := self._supervise(spec, common):
             failure.report(cause)
         return None
@@ -159,14 +159,13 @@ class EmulatedLauncher(LocalLauncher):
                 # The kernel ends everything inside with the first process, whose own end is the end of it all.
                 first += sandbox.processes(running[0].pid).values() if running else []
                 process.end(running, others=lambda: first)
-        try:
-            found = json.loads((spec.path / inside.OUTCOME).read_text())["cause"]
-        except (OSError, ValueError):
-            code = running[0].returncode
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-            said = log.read_text(errors="replace")[-4000:]
-            return Cause(f"the sandbox of the emulated nodes {how} before it could say why; see {log}", said)
-        return None if found is None else Cause(**found)
+        if outcome := read_json(spec.path / inside.OUTCOME):
+            cause = outcome["cause"]
+            return Cause(**cause) if cause else None
+        code = running[0].returncode
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+        reason = f"the sandbox of the emulated nodes {how} before it could say why; see {log}"
+        return Cause(reason, read_log(log)[-4000:])
 
 
 def check_capacity(nodes: int, link_gbps: float, mbit_per_s: float, max_total_gbps: float | None) -> None:

@@ -10,7 +10,6 @@ file system). A job outlives the launcher's death, and `cluster.wait=false`: `sc
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -280,8 +279,8 @@ class SlurmLauncher(Launcher):
 
     def _all_done(self, spec: RunSpec) -> bool:
         """Whether every rank said that it has finished."""
-        files = [spec.path / "ranks" / f"rank{r}.json" for r in range(self.nodes * self.ranks_per_node)]
-        return all(f.exists() and json.loads(f.read_text())["state"] == "done" for f in files)
+        done = {r["rank"] for r in failure.ranks(spec.path) if r["state"] == "done"}
+        return done == set(range(self.nodes * self.ranks_per_node))
 
 
 def _logs(spec: RunSpec) -> str:

@@ -25,6 +25,7 @@ from launch import environment, failure, link_file, probe, process
 from launch.base import ROOT, Launcher
 from launch.errors import UserError
 from launch.failure import RunFailed
+from launch.files import read_json, read_log
 from launch.hosts import parse
 from launch.local import terminal_fd
 from launch.spec import RunSpec
@@ -160,17 +161,15 @@ class SshLauncher(Launcher):
 
     def _explain(self, spec: RunSpec, failed: int) -> failure.Cause:
         """The first cause of a failure, from what all hosts have left. Names the host to the user, never in records."""
-        reports: dict[int, dict[str, Any]] = {}
-        for node in range(self.nodes):
-            with contextlib.suppress(OSError, ValueError):
-                reports[node] = json.loads((spec.path / "agents" / f"node{node}.json").read_text())
+        files = {node: spec.path / "agents" / f"node{node}.json" for node in range(self.nodes)}
+        reports = {node: report for node, file in files.items() if (report := read_json(file)) is not None}
         silent = [node for node in (failed, *range(self.nodes)) if node not in reports]
         lost = f"node {silent[0]}: the connection to it was lost" if silent else ""
         killed = [rank for node in sorted(reports) for rank in reports[node]["vanished"]]
         code = reports.get(failed, {}).get("code") or 1
         cause = failure.explain(spec.path, killed, failed, code, lost=lost)
         if (named := re.search(r"\bnode (\d+)\b", cause.reason)) and (node := int(named[1])) < self.nodes:
-            said = "" if node in reports else connection.last_line(_ssh_log(spec, node).read_text(errors="replace"))
+            said = "" if node in reports else connection.last_line(read_log(_ssh_log(spec, node)))
             say(f"node {node} is {self.hosts[node]}" + (f": {said}" if said else ""), sys.stderr)
         return cause
 

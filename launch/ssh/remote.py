@@ -24,7 +24,7 @@ import tarfile
 from pathlib import Path
 
 from launch import environment, failure, process
-from launch.files import write_whole
+from launch.files import write_json
 from launch.supervise import StoppedWatch
 
 KEPT = ("logs", "ranks", "errors", "agents", "curve.csv")
@@ -92,7 +92,7 @@ def _report(node: int, run_dir: Path, code: int | None) -> None:
     vanished = [r for r in failure.vanished(run_dir) if int(r["node"]) == node] if code != 0 else []
     target = run_dir / "agents" / f"node{node}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, json.dumps({"code": code, "vanished": vanished}))
+    write_json(target, {"code": code, "vanished": vanished})
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def test_a_full_disk_does_not_hide_why_a_rank_ends(tmp_path: Path, monkeypatch: 
     def full(path: Path, content: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(failure, "write_whole", full)
+    monkeypatch.setattr(failure, "write_json", full)
     failure.begin_rank(tmp_path, 0, 0)
     failure.save_error(tmp_path, 0, 0, kind="ValueError", message="odd")
     assert not any((tmp_path / "errors").glob("*.json"))
