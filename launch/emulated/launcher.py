@@ -112,7 +112,9 @@ class EmulatedLauncher(LocalLauncher):
         return "\n".join(map(shlex.join, commands))
 
     def _sandbox(self, spec: RunSpec) -> list[str]:
-        return [*sandbox.prefix(), self.python, str(Path(inside.__file__).resolve()), str(spec.path / "plan.json")]
+        command, why = sandbox.probe()
+        assert command is not None, why
+        return [*command, self.python, str(Path(inside.__file__).resolve()), str(spec.path / "plan.json")]
 
     def run(self, spec: RunSpec) -> None:
         if not self.shapes:
@@ -192,8 +194,7 @@ def capacity_gbps(nodes: int, cores: int) -> float:
 
 def why_not() -> str | None:
     """Why this machine can have no emulated network, in one line; None where it can."""
-    command, reason = sandbox.probe()
-    return reason if command is None else None
+    return sandbox.probe()[1] or None
 
 
 say_once = functools.cache(say)

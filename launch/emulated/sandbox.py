@@ -20,24 +20,12 @@ _PROBE = (
 )
 
 
-class NoSandbox(Exception):
-    """This machine gives no sandbox. The message says in one line what is missing."""
-
-
-def prefix() -> tuple[str, ...]:
-    """The command that makes a sandbox here, to be put before the first command inside. Raises NoSandbox.
+@functools.cache
+def probe() -> tuple[tuple[str, ...] | None, str]:
+    """The command that makes a sandbox here, to be put before the first command inside; or None and, in one line, why not.
 
     Found by trying, once per process: no list of kernels and container settings knows better.
     """
-    command, reason = probe()
-    if command is None:
-        raise NoSandbox(reason)
-    return command
-
-
-@functools.cache
-def probe() -> tuple[tuple[str, ...] | None, str]:
-    """The command that `prefix` returns, or None and the reason."""
     if sys.platform != "linux":
         return None, "network namespaces need Linux"
     # The tools of the administrator are often in no user's path.

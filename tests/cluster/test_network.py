@@ -104,6 +104,13 @@ AS_NOBODY = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"
 # Where parts of /proc are hidden the kernel refuses a private one, as in many containers.
 HIDDEN_PROC = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc/sys/fs && exec "$@"', "sh")
 
+PROBE = """
+import sys
+from launch.emulated import sandbox
+command, reason = sandbox.probe()
+sys.exit(reason) if command is None else print(*command)
+"""
+
 
 @needs_sandbox
 @pytest.mark.parametrize("before", [(), WITHOUT_RIGHTS, AS_NOBODY, HIDDEN_PROC + WITHOUT_RIGHTS])
@@ -114,7 +121,7 @@ def test_ways_into_a_sandbox(before: tuple[str, ...], tmp_path: Path) -> None:
     python = sys.executable
     if before:
         for python in (sys.executable, "/usr/bin/python3"):  # the first may lie where only root looks
-            tried = [*before, python, "-c", "import launch.emulated.sandbox; print(*launch.emulated.sandbox.prefix())"]
+            tried = [*before, python, "-c", PROBE]
             done = subprocess.run(tried, capture_output=True, text=True, cwd=ROOT)
             if done.returncode == 0:
                 break

@@ -52,7 +52,10 @@ def run_command(nodes: int, mbit: float | None, command: Sequence[str]) -> int:
 
 def enter(arguments: list[str]) -> NoReturn:
     """Outside: becomes the sandbox that runs this file with `arguments`."""
-    command = [*sandbox.prefix(), *script(*arguments)]
+    prefix, reason = sandbox.probe()
+    if prefix is None:
+        raise network.NetworkError(reason)
+    command = [*prefix, *script(*arguments)]
     process.die_with_parent(os.getppid())
     os.execvp(command[0], command)
 
@@ -61,7 +64,7 @@ def guarded(run: Callable[[], int]) -> int:
     """`run()`, what it raises turned into one line and an exit status."""
     try:
         return run()
-    except (network.NetworkError, sandbox.NoSandbox) as error:
+    except network.NetworkError as error:
         print(f"error: no sandbox: {error}", file=sys.stderr, flush=True)
         return 2
     except OSError as error:

@@ -61,11 +61,8 @@ def missing() -> str | None:
             return f"no {tool} here: install openssh-client"
     if SSHD is None:
         return "no sshd here: install openssh-server"
-    try:
-        sandbox.prefix()
-    except sandbox.NoSandbox as error:
-        return f"no network namespaces: {error}"
-    return None
+    command, reason = sandbox.probe()
+    return f"no network namespaces: {reason}" if command is None else None
 
 
 class Site:
