@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 
 # What an enclosing torchrun or an earlier run may have left: it would speak to the wrong world.
 _STALE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -29,26 +26,3 @@ def of_node(node: int, interface: str) -> dict[str, str]:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def any_gpu() -> bool:
-    """Whether this machine has a GPU's driver."""
-    return shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia*"))
-
-
-def visible_gpus() -> list[str]:
-    """Identifiers of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES spells them.
-
-    Shells and containers set that variable also where there is no GPU.
-    """
-    if not any_gpu():
-        return []
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return [g for g in listed.split(",") if g.strip() not in ("", "-1")]
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
-    return [str(i) for i in range(len(found))]

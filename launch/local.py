@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from launch import environment, failure
 from launch.base import Launcher
-from launch.environment import visible_gpus
 from launch.errors import UserError
+from launch.probe import visible_gpus
 from launch.spec import RunSpec
 from launch.supervise import Agent, supervise
 from launch.words import count, say

@@ -37,7 +37,7 @@ def look(directory: str, run_dir: str = "", token: str = "") -> dict[str, Any]:
         "changes": _changes(directory),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": _torch(),
-        "gpus": _gpus(),
+        "gpus": len(visible_gpus()),
         "shared": bool(token) and Path(directory, token).exists(),
         "writable": None if os.access(existing, os.W_OK | os.X_OK) else str(existing),
         "client": connection[0],
@@ -73,6 +73,28 @@ def route(peers: list[str], interface: str | None = None, port: int | None = Non
         return {"error": " ".join(said.split()) + (f" (port {port})" if port else "")}
 
 
+def any_gpu() -> bool:
+    """Whether this machine has a GPU's driver."""
+    return shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia*"))
+
+
+def visible_gpus() -> list[str]:
+    """Identifiers of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES spells them.
+
+    Shells and containers set that variable also where there is no GPU.
+    """
+    if not any_gpu():
+        return []
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [g for g in listed.split(",") if g.strip() not in ("", "-1")]
+    try:
+        found = [line for line in _run("nvidia-smi", "-L").splitlines() if line.startswith("GPU ")]
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [str(i) for i in range(len(found))]
+
+
 def _run(*command: str) -> str:
     # The tools of the administrator are often in no user's path.
     env = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"}
@@ -97,18 +119,6 @@ def _torch() -> str | None:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return None
-
-
-def _gpus() -> int:
-    if shutil.which("nvidia-smi") is None and not any(Path("/dev").glob("nvidia*")):
-        return 0
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")  # set by shells and containers also where there is no GPU
-    if listed is not None:
-        return sum(g.strip() not in ("", "-1") for g in listed.split(","))
-    try:
-        return sum(line.startswith("GPU ") for line in _run("nvidia-smi", "-L").splitlines())
-    except (OSError, subprocess.SubprocessError):
-        return 0
 
 
 if __name__ == "__main__":

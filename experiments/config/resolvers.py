@@ -51,7 +51,7 @@ def _auto_scale(*, _root_: DictConfig) -> str:
 
 def _has_gpus(cluster: DictConfig) -> bool:
     """Whether the ranks will find GPUs: on this machine, or on SLURM's nodes, which this machine may be none of."""
-    from launch.environment import visible_gpus
+    from launch.probe import visible_gpus
 
     if cluster.get("name") != "slurm":
         return bool(visible_gpus())

@@ -29,7 +29,7 @@ def environment(
     env = common.fresh(inherited, ranks)
     for name in ("BIRDER_TERMINAL", "BIRDER_NIC"):
         env.pop(name, None)
-    if backend != "nccl" and 0 < len(common.visible_gpus()) < ranks:
+    if backend != "nccl" and 0 < len(probe.visible_gpus()) < ranks:
         env["CUDA_VISIBLE_DEVICES"] = ""  # ranks that share a GPU would time each other, not themselves
     return env | common.of_node(node, interface)
 

@@ -19,7 +19,7 @@ if not __package__:
 from experiments.records import record
 from experiments.runs import command
 from experiments.training import worker
-from launch import environment
+from launch import probe
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
@@ -53,7 +53,7 @@ def train(spec: RunSpec) -> None:
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
     """This machine has GPUs, and those are visible that CUDA_VISIBLE_DEVICES lists."""
-    monkeypatch.setattr(environment, "any_gpu", lambda: True)
+    monkeypatch.setattr(probe, "any_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
 
 

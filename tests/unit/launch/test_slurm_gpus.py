@@ -93,6 +93,6 @@ def test_the_papers_scale_without_enough_gpus_is_refused(listed, tmp_path: Path,
 )
 def test_the_nodes_decide_the_scale(listed, tmp_path: Path, monkeypatch, resources, here, more, scale: str) -> None:
     listed(resources)
-    monkeypatch.setattr("launch.environment.visible_gpus", lambda: here)
+    monkeypatch.setattr("launch.probe.visible_gpus", lambda: here)
     composed = compose.compose(["+exp=resnet50", "cluster=slurm", f"data.path={tmp_path}", *more])
     assert composed.config.scale.name == scale

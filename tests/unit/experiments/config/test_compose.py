@@ -64,9 +64,7 @@ def test_scale_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_gpus(monkeypatch, "0,1")
     assert resolved("+exp=resnet50")["scale"]["name"] == "quick"
     assert resolved("+exp=resnet50", f"data.path={tmp_path}")["scale"]["name"] == "paper"
-    monkeypatch.setattr(
-        "launch.environment.any_gpu", lambda: False
-    )  # shells set the variable where there is no GPU, too
+    monkeypatch.setattr("launch.probe.any_gpu", lambda: False)  # shells set the variable where there is no GPU, too
     assert resolved("+exp=resnet50", f"data.path={tmp_path}")["scale"]["name"] == "quick"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolved("+exp=resnet50", f"data.path={tmp_path}")["scale"]["name"] == "quick"

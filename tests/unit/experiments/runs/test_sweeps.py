@@ -364,7 +364,7 @@ def test_a_sweep_asks_for_the_scale_where_auto_would_be_the_papers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With GPUs and data `auto` is paper, for which a study's other settings are not."""
-    monkeypatch.setattr("launch.environment.visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("launch.probe.visible_gpus", lambda: ["0"])
     given = ["sweep=ptb_seeds", f"data.path={tmp_path}", f"results_dir={tmp_path}", "--dry-run"]
     assert sweep.main(given) == 2
     assert "scale=quick" in capsys.readouterr().err
