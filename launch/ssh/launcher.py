@@ -65,8 +65,6 @@ class SshLauncher(Launcher):
             raise UserError(
                 f"cluster.nodes={nodes}, but cluster.hosts names {len(self.hosts)}: leave cluster.nodes out, or name as many"
             )
-        if port is not None and not (isinstance(port, int) and 0 < port < 65536):
-            raise UserError(f"cluster.port must be a port, 1 to 65535, or null, not {port}")
         super().__init__(nodes=len(self.hosts), **arguments)
         self.python = python or sys.executable
         self.directory = str(directory or ROOT)

@@ -61,11 +61,6 @@ def test_rates_beyond_the_machine_are_refused(nodes: int, least: int, tmp_path: 
     ("options", "said"),
     [
         ({"dilation": "auto"}, "cluster.dilation=20"),
-        ({"dilation": 0.5}, "at least 1"),
-        ({"dilation": "soon"}, "at least 1"),
-        ({"link_gbps": 0}, "above 0"),
-        ({"link_gbps": "fast"}, "above 0"),
-        ({"max_total_gbps": -1}, "above 0"),
         ({"nodes": 251, "dilation": 1e6}, "at most 250"),
     ],
 )

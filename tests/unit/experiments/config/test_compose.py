@@ -192,6 +192,16 @@ def test_unknown_names(overrides: list[str], words: str) -> None:
         (["+scales.quick.epoch=1"], "scales.paper has no 'epoch', which another scale has"),
         (["seed=${seed}"], "Recursive interpolation detected (at seed)"),
         (["cluster=slurm", "cluster.partition='a\nb'"], "cluster.partition must be text on one line"),
+        (["cluster=emulated", "cluster.dilation=0.5"], "cluster.dilation must be auto, or a number of 1 or more"),
+        (["cluster=emulated", "cluster.dilation=soon"], "cluster.dilation must be auto, or a number of 1 or more"),
+        (["cluster=emulated", "cluster.link_gbps=0"], "cluster.link_gbps must be a number above 0, not 0"),
+        (["cluster=emulated", "cluster.link_gbps=fast"], "cluster.link_gbps must be a number above 0, not 'fast'"),
+        (["cluster=emulated", "cluster.max_total_gbps=-1"], "cluster.max_total_gbps must be a number above 0, or null"),
+        (
+            ["cluster=ssh", "cluster.hosts=a", "cluster.port=0"],
+            "cluster.port must be a whole number, 1 or more, or null",
+        ),
+        (["cluster=ssh", "cluster.hosts=a", "cluster.port=65536"], "cluster.port must be at most 65535"),
         (["optimizer.lr=[" + "1," * 500 + "1]"], "..."),
     ],
 )
