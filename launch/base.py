@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,25 @@ from launch.words import count, say
 ROOT = Path(__file__).resolve().parents[1]
 JOIN_S = 120
 """How long torchrun's agents wait for one another at the start and at a restart: a node that is gone must end the run."""
+
+
+@contextlib.contextmanager
+def opened(spec: RunSpec) -> Iterator[bool]:
+    """Holds the folder of a run, with its spec, while it is open: whether it was made for this. Raises UserError."""
+    fresh = not spec.path.exists()
+    with contextlib.ExitStack() as until_the_end:
+        try:
+            spec.path.mkdir(parents=True, exist_ok=True)
+            until_the_end.enter_context(lock.held(spec.path))
+            failure.forget_earlier(spec.path)
+            spec.save()
+        except OSError as error:
+            if fresh:
+                failure.remove_unused(spec.path)
+            raise UserError(
+                f"cannot write to {spec.run_dir}: {error.strerror or error}; set output_dir=FOLDER"
+            ) from error
+        yield fresh
 
 
 FailureHandler = Callable[[RunSpec, str], None]
@@ -87,19 +106,7 @@ class Launcher(ABC):
         if self.dry_run:
             print(self.preview(spec))
             return
-        fresh = not spec.path.exists()
-        with contextlib.ExitStack() as until_the_end:
-            try:
-                spec.path.mkdir(parents=True, exist_ok=True)
-                until_the_end.enter_context(lock.held(spec.path))
-                failure.forget_earlier(spec.path)
-                spec.save()
-            except OSError as error:
-                if fresh:
-                    failure.remove_unused(spec.path)
-                raise UserError(
-                    f"cannot write to {spec.run_dir}: {error.strerror or error}; set output_dir=FOLDER"
-                ) from error
+        with opened(spec) as fresh:
             name = "" if spec.path.name == spec.id else f"{spec.id}: "
             say(f"{name}{self.shape()}, files in {spec.run_dir}")
             try:

@@ -18,7 +18,7 @@ from experiments.records import labels, record
 from experiments.report import published, sentences
 from experiments.runs.command import typed
 from experiments.timing import calibrate
-from launch import lock
+from launch.base import opened
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
@@ -165,14 +165,7 @@ def shared(spec: RunSpec | None) -> Iterator[RunSpec]:
 
     with contextlib.ExitStack() as until_the_end:
         if spec is not None:
-            try:
-                spec.path.mkdir(parents=True, exist_ok=True)
-                until_the_end.enter_context(lock.held(spec.path))
-                spec.save()
-            except OSError as error:
-                raise UserError(
-                    f"cannot write to {spec.run_dir}: {error.strerror or error}; set output_dir=FOLDER"
-                ) from error
+            until_the_end.enter_context(opened(spec))
         store, _, _ = next(iter(dist.rendezvous("env://")))
         _keep.append(store)
         key = f"birder/spec/{len(_keep)}"  # torchrun's restart count differs between nodes that came at different times
