@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from birder.comm import ByteCounter
 from experiments.records import labels
 from experiments.timing import cycles
 from experiments.timing.shared_ddp import Ready, SharedDDP
@@ -77,6 +78,8 @@ class Entry(ABC):
     label = labels.NO_COMMUNICATION
     planned: list[int] | None = None
     """Steps of each round, where a method has planned its own."""
+    state_bytes = 0
+    """What a method keeps on this rank between steps."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
@@ -90,6 +93,10 @@ class Entry(ABC):
         self.open: list[float] = []
         """Seconds a step of each turn on unthrottled links (`experiments/timing/opened.py`), on the slowest rank."""
         self.nic = NicMeter(blind=past_the_counters(dist.get_backend()))
+        self.sent = [0, 0, 0]  # bytes within the node, between nodes, collectives
+        self.traffic = StepTraffic(ByteCounter())
+        self.updates = [0.0]  # seconds
+        self.clock = StepClock(0, self.shared.shard.device, every=10**9)
 
     def per_step(self) -> list[float]:
         """Seconds a step of each round, on the slowest rank."""
@@ -171,19 +178,14 @@ class Variant(Entry):
     def __init__(self, described: dict[str, Any], shared: Shared) -> None:
         self.described, self.config = described, described["config"]
         self.id, self.label = described["id"], labels.method(self.config)
-        self.compressed = False
         self.method: AttachedMethod | None = None
         self.stream: Iterator[Batch] | None = None
         self.warm_up = 0
-        self.state_bytes = 0
         super().__init__(shared)
 
     def forget(self) -> None:
         super().forget()
-        self.clock = StepClock(0, self.shared.shard.device, every=10**9)
-        self.updates: list[float] = []
-        self.sent = [0, 0, 0]  # bytes within the node, between nodes, collectives
-        self.traffic: StepTraffic | None = None
+        self.updates = []
 
     def make(self) -> None:
         """Begins the training. Sets `failed` where that cannot be."""
@@ -243,8 +245,6 @@ class Variant(Entry):
         if timed and self.method is not None:
             counter = self.method.attachment.counter
             counter.reset()
-            if self.traffic is None:
-                self.traffic = StepTraffic(counter)
             self.traffic.follow(counter)
         super().begin(timed)
 
@@ -269,7 +269,6 @@ class Variant(Entry):
             losses.append(self.method.step(self.stream, *([self.clock.part] if timed else [])))
             if timed:
                 self.clock.stop()
-                assert self.traffic is not None
                 self.traffic.end_step()
                 sampled += [] if watch.device.type == "cuda" else self.method.update_seconds()
         self.method.optimizer.pipeline.wait()  # what the last step still sends is this method's

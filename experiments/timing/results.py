@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.records import labels, record
-from experiments.timing.entries import Entry, Variant
+from experiments.timing.entries import Entry
 from experiments.timing.opened import Exchange
 from experiments.timing.plan import spec_of
 from experiments.training import clock, traffic
@@ -61,27 +61,21 @@ def write(
 
 def _measured(spec: RunSpec, shard: Shard, workload: Workload, entry: Entry) -> dict[str, Any]:
     """Fields of a record. Called on every rank."""
-    settings = spec.config["train"]
-    variant = entry if isinstance(entry, Variant) else None
-    seen = variant.traffic if variant else None
-    sent = variant.sent if variant else [0, 0, 0]
-    state = all_sum([float(variant.state_bytes if variant else 0)], shard)[0] / shard.world_size
+    settings, sent, rounds = spec.config["train"], entry.sent, entry.traffic
+    state = all_sum([float(entry.state_bytes)], shard)[0] / shard.world_size
     steps = sum(entry.steps)
     samples = workload.samples(int(settings["batch_per_rank"])) * int(settings["accumulate"]) * shard.world_size
-    uneven = seen is not None and seen.uneven_from(0)  # a warm-up is over before
-    timing = clock.summary(
-        1000 * np.array(entry.per_step()), samples, uneven, variant.clock.split() if variant else {}, steps
-    )
+    uneven = rounds.uneven_from(0)  # a warm-up is over before
+    timing = clock.summary(1000 * np.array(entry.per_step()), samples, uneven, entry.clock.split(), steps)
     mean = 1000 * sum(entry.seconds) / steps
     timing["mean_ms"] = round(mean, 3)
     if uneven:
         timing["samples_per_s"] = round(1000 * samples / mean, 3)
-    updates = variant.updates if variant else [0.0]
-    timing["update_ms"] = round(1000 * float(np.mean(updates)), 3) if updates else None
+    timing["update_ms"] = round(1000 * float(np.mean(entry.updates)), 3) if entry.updates else None
     return {
         "timing": timing,
         "bytes_per_step": traffic.per_step(sent, entry.nic.total, spec.nodes, steps, shard),
         "collectives_per_step": round(sent[2] / steps, 2),
-        "rounds_per_step": round(seen.sending / seen.steps, 4) if seen and seen.steps else 0.0,
+        "rounds_per_step": round(rounds.sending / rounds.steps, 4) if rounds.steps else 0.0,
         "state_bytes_per_rank": round(state),
     }
