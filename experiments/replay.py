@@ -117,7 +117,7 @@ def measure_kernels(suite: Suite, options: argparse.Namespace, command: str) -> 
 
     start.check_folder(Path(options.results))
     device = torch.device("cpu")
-    plan = {"kernels": kernels.measure(device, options.elements), "backend": kernels.backend_name(device)}
+    plan = {"kernels": list(kernels.measure(device, options.elements)), "backend": kernels.backend_name(device)}
     write_kernels(suite, options, plan, device.type, command)
 
 

@@ -53,7 +53,7 @@ def bandwidth(rehearse: bool) -> Iterator[Row]:
     where = device(rehearse)
     backend = bench.backend_name(where)
     for elements in (2**14, 2**16) if rehearse else (LARGEST, LARGE):
-        for row in bench.measured(where, elements, 2 if rehearse else None):
+        for row in bench.measure(where, elements, 2 if rehearse else None):
             judged = not rehearse and elements == LARGEST
             ok = not judged or (backend == "cuda" and row["of_copy"] >= OF_COPY)
             yield {"backend": backend, **row, "ok": ok}

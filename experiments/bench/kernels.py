@@ -33,13 +33,8 @@ NAMES = (
 """Those of `birder.predict.measuring.KERNELS` that are compared."""
 
 
-def measure(device: torch.device, elements: int | None = None, rounds: int | None = None) -> list[dict[str, Any]]:
+def measure(device: torch.device, elements: int | None = None, rounds: int | None = None) -> Iterator[dict[str, Any]]:
     """One row for each kernel: ns_per_element, gb_per_s, against_reference and of_copy, bytes_per_element, elements."""
-    return list(measured(device, elements, rounds))
-
-
-def measured(device: torch.device, elements: int | None = None, rounds: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of `measure` as they come."""
     elements = elements or ELEMENTS[device.type]
     elements -= elements % (8 * WORKERS)
     rounds = rounds or ROUNDS[device.type]

@@ -170,7 +170,7 @@ def test_verdicts_say_who_is_fastest_how_far_the_bound_is_and_when_not_to_compre
 def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path) -> None:
     for r in [*grid("emulated", 4, MS), *grid("loopback", 2, MS)]:
         record.write(r, tmp_path)
-    kernels = bench_kernels.measure(torch.device("cpu"), 4096, rounds=1)
+    kernels = list(bench_kernels.measure(torch.device("cpu"), 4096, rounds=1))
     plan = {"kernels": kernels, "backend": "cpu"}
     record.write(
         entry(Measurement("resnet50", None, 1, "x", "none"), 1.0, id="bench-kernels-cpu", config={"bench": plan}),
@@ -197,7 +197,7 @@ def test_the_page_is_made_from_records_alone_and_guesses_nothing(tmp_path: Path)
 
 
 def test_kernels_are_timed_by_their_public_functions() -> None:
-    rows = bench_kernels.measure(torch.device("cpu"), 2**14 + 8, rounds=2)
+    rows = list(bench_kernels.measure(torch.device("cpu"), 2**14 + 8, rounds=2))
     assert {r["kernel"] for r in rows} >= {"encode", "reduce_bits", "apply_bits", "add_momentum", "split_signs"}
     for r in rows:
         assert r["elements"] == 2**14
