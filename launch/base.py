@@ -75,6 +75,14 @@ class Launcher(ABC):
     on_failure: FailureHandler = field(init=False, default=staticmethod(lambda spec, reason: None))
     """Called for every run that started and did not end well, before `launch` raises. Must not raise."""
     python: str = field(init=False, default=sys.executable)
+    late: bool = field(init=False, default=False)
+    """Whoever starts ranks that ask for their links' rate themselves (`launch/emulated/inside.py`) sets it: links then begin
+    without one, and a dilation may be "auto"."""
+
+    @property
+    def shapes(self) -> bool:
+        """Whether the nodes of this run will have links of a set rate."""
+        return False
 
     @abstractmethod
     def command(self, spec: RunSpec, node_rank: int) -> list[str]:

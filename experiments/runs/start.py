@@ -91,7 +91,7 @@ def headline(composed: Composed, workload: Workload) -> str:
     resolved = compose.resolve(composed)
     exp, scale, virtual = resolved["exp"], resolved["scale"]["name"], labels.is_virtual(resolved)
     about = {"cluster": resolved["cluster"], "workload": workload, "virtual": virtual, "scale": scale}
-    said = sentences.say("headline", **about, shaped=calibrate.shapes(resolved))
+    said = sentences.say("headline", **about, shaped=compose.launcher(resolved).shapes)
     if scale == "paper" or not (compose.CONF / "exp" / f"{exp}.yaml").is_file():
         return said
     whose = "The paper's setting" if any(published.quoted(exp, k) for k in ("speedup", "accuracy")) else "The full run"

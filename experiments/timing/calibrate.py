@@ -70,7 +70,7 @@ def settle(composed: list[Composed]) -> None:
     if not waiting:
         return
     resolved = compose.resolve(waiting[0])
-    if not shapes(resolved):
+    if not compose.launcher(resolved).shapes:
         dilation = LEAST
     elif resolved["cluster"]["dry_run"]:
         dilation = SHOWN
@@ -82,11 +82,6 @@ def settle(composed: list[Composed]) -> None:
     for c in waiting:
         with open_dict(c.config):
             c.config.cluster.dilation = dilation
-
-
-def shapes(resolved: dict[str, Any]) -> bool:
-    """Whether nodes of this configuration get links of a set rate."""
-    return bool(getattr(compose.launcher(resolved), "shapes", False))
 
 
 def measure(resolved: dict[str, Any]) -> Calibration:

@@ -107,15 +107,13 @@ def spec_of(spec: RunSpec, described: dict[str, Any]) -> RunSpec:
 def launcher(config: dict[str, Any]) -> Launcher:
     """What starts a world. Emulated links wait for the ranks to ask for their rate. Raises UserError."""
     made: Launcher = compose.launcher(config)
-    made.worker, made.on_failure = WORKER, write_failed
-    if hasattr(made, "late"):
-        made.late = True
+    made.worker, made.on_failure, made.late = WORKER, write_failed, True
     return made
 
 
 def check_timeline(config: dict[str, Any]) -> None:
     """Raises UserError where a dilation is to be measured against nothing."""
-    if config["cluster"].get("dilation") == "auto" and getattr(compose.launcher(config), "shapes", False):
+    if config["cluster"].get("dilation") == "auto" and compose.launcher(config).shapes:
         if config["timeline"] is None:
             raise UserError(
                 "cluster.dilation=auto needs the target's step time: set timeline=NAME or cluster.dilation=20"

@@ -6,7 +6,7 @@ import functools
 import math
 import shlex
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch import environment, failure, link_file, process
@@ -36,13 +36,9 @@ class EmulatedLauncher(LocalLauncher):
     link_gbps: float = 10.0
     dilation: float | str = "auto"
     max_total_gbps: float | None = None
-    late: bool = field(init=False, default=False)
-    """Whoever starts ranks that ask for the rate themselves (`launch/emulated/inside.py`) sets it: links then begin
-    without one, and `dilation` may be "auto"."""
 
     @property
     def shapes(self) -> bool:
-        """Whether the nodes of this run will have links of a set rate."""
         return self.nodes > 1 and why_not() is None
 
     @property
