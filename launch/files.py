@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import tempfile
@@ -43,3 +44,23 @@ def read_log(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+class Tail:
+    """What is added to a file from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.position = path.stat().st_size if path.exists() else 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def rest(self) -> str:
+        """What has been added since the last call."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.position)
+                new = file.read()
+        except OSError:
+            return ""  # not there yet
+        self.position += len(new)
+        return self.decoder.decode(new)

@@ -14,6 +14,7 @@ from birder.comm.collectives import backend_for
 from experiments.records import labels
 from experiments.training.world import gathered
 from launch.errors import UserError
+from launch.files import Tail
 from launch.spec import RunSpec
 
 FREE_MBIT = 40_000.0
@@ -29,13 +30,12 @@ def ask(run_dir: Path, request: str) -> None:
 
     For one rank, while the others send nothing. Raises RuntimeError when it could not, or does not answer.
     """
-    done = run_dir / "control.done"
-    before = len(done.read_text()) if done.exists() else 0
+    done, new = Tail(run_dir / "control.done"), ""
     with open(run_dir / "control", "a") as control:
         control.write(request + "\n")
     deadline = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline:
-        new = done.read_text()[before:] if done.exists() else ""
+        new += done.rest()
         for line in new.splitlines(keepends=True):
             if line.startswith(request) and line.endswith("\n"):
                 if why := line[len(request) :].strip(": \n"):

@@ -33,7 +33,7 @@ from launch import link_file as links
 from launch import process
 from launch.emulated import measure, network, sandbox
 from launch.failure import Cause
-from launch.files import write_json
+from launch.files import Tail, write_json
 from launch.process import Stopped
 from launch.supervise import Agent, supervise
 
@@ -47,17 +47,12 @@ class Control:
         self.run_dir = run_dir
         self.nodes = nodes
         self.link = link  # what is known of the links
-        self.read = 0  # characters
+        self.asked, self.partial = Tail(run_dir / CONTROL), ""
 
     def poll(self) -> None:
         """Does what has been asked for since the last call."""
-        try:
-            new = (self.run_dir / CONTROL).read_text()[self.read :]
-        except OSError:
-            return
-        whole = new[: new.rfind("\n") + 1]
-        self.read += len(whole)
-        for line in whole.splitlines():
+        *lines, self.partial = (self.partial + self.asked.rest()).split("\n")
+        for line in lines:
             with open(self.run_dir / CONTROL_DONE, "a") as done:
                 done.write(line + self._obey(line) + "\n")
 

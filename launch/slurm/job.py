@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import functools
 import os
@@ -51,26 +50,6 @@ class State:
     @property
     def ended(self) -> bool:
         return self.name in ENDED or not self.name
-
-
-class Tail:
-    """What is added to a file from now on."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.position = path.stat().st_size if path.exists() else 0
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def rest(self) -> str:
-        """What has been added since the last call."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.position)
-                new = file.read()
-        except OSError:
-            return ""  # not there yet
-        self.position += len(new)
-        return self.decoder.decode(new)
 
 
 def ask(command: Sequence[str], timeout_s: float = 120) -> str:

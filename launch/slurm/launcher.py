@@ -24,8 +24,9 @@ from typing import Any
 from launch import failure, link_file, process
 from launch.base import Launcher
 from launch.errors import UserError
+from launch.files import Tail
 from launch.slurm import job as slurm_job
-from launch.slurm.job import NoController, State, Tail
+from launch.slurm.job import NoController, State
 from launch.spec import RunSpec
 from launch.words import say
 
