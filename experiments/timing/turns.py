@@ -63,7 +63,7 @@ class _World:
         self.spec, self.shard, self.config = spec, shard, spec.config
         self.main = shard.rank == 0
         self.rounds, self.steps = int(spec.config["timing"]["rounds"]), int(spec.config["timing"]["steps"])
-        self.workload, self.length, model = begin(spec, shard, shard.world_size)
+        self.workload, length, model = begin(spec, shard, shard.world_size)
         self.ddp = SharedDDP(
             model,
             device_ids=[shard.device] if shard.device.type == "cuda" else None,
@@ -74,7 +74,7 @@ class _World:
         self.ddp.train()
         # Dropout and the like differ between ranks from here on.
         torch.manual_seed(spec.seed * 1_000_003 + shard.rank + 1)
-        shared = Shared(self.workload, self.ddp, shard, self.length, spec.seed)
+        shared = Shared(self.workload, self.ddp, shard, length, spec.seed)
         self.bound = Bound(self.config, shared)
         described = self.config["variants"]
         self.variants = [Variant(v, shared) for v in described if v["config"]["comm"]["enabled"]]
@@ -84,7 +84,6 @@ class _World:
         self.links = EmulatedLinks(spec, self._agree, self._say)
         self.exchange = Exchange(self.ddp, [v["config"] for v in described])
         self.held = True
-        self.repeated = False
 
     # ---- the course of events ---------------------------------------------------------------------------------------
 
@@ -102,7 +101,6 @@ class _World:
         before = self._measure_bound(BOUND_TURNS if self.held else CHECK_TURNS)
         dilation = self.links.settle(before)
         probed = rank_link.of_run(self.spec, self.shard.device)
-        drift = 0.0
         for repeated in (False, True):
             readings = gathered(machine.read())
             self._all_rounds()
@@ -111,7 +109,6 @@ class _World:
             now = statistics.median([after, *self.bound.per_step()])
             began = statistics.median(pace for pace, _, _ in self.links.set_to) if self.links.set_to else before
             drift = now / began - 1
-            self.repeated = repeated
             if abs(drift) <= machine.DRIFT or repeated:
                 break
             self._say(f"Compute speed drifted by {drift:+.0%}: the rounds are repeated")
@@ -127,7 +124,7 @@ class _World:
             "world": self.spec.id,
             "seed": self.spec.seed,
             "held": "all" if self.held else "one",
-            "repeated": self.repeated,
+            "repeated": repeated,
             "bound_ms": {"before": round(1000 * before, 3), "after": round(1000 * after, 3)},
             "drift": round(drift, 4),
             "dilations": [dilation for _, dilation, _ in self.links.set_to],
