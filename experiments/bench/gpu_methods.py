@@ -238,20 +238,19 @@ def _started(
         at, heard, ended = first, time.monotonic(), False
         try:
             while not ended:
-                while not ours.poll(0.5):
-                    silent = time.monotonic() - heard > 2 * STALL_S
-                    died = any(process.exitcode is not None for process in running)
-                    if (silent or died) and not ours.poll(0.5):
-                        codes = [process.exitcode for process in running]
-                        yield at, {"ok": False, "error": f"nothing heard of it; exit status of the ranks: {codes}"}
+                silent = time.monotonic() - heard > 2 * STALL_S
+                codes = [process.exitcode for process in running]
+                if ours.poll(0.5):
+                    if (message := ours.recv()) is None:
+                        ended = True
+                        continue
+                    yield message
+                    if "error" in message[1]:
                         return
-                if (message := ours.recv()) is None:
-                    ended = True
-                    continue
-                yield message
-                if "error" in message[1]:
+                    at, heard = message[0] + 1, time.monotonic()
+                elif silent or codes != [None] * world:
+                    yield at, {"ok": False, "error": f"nothing heard of it; exit status of the ranks: {codes}"}
                     return
-                at, heard = message[0] + 1, time.monotonic()
         finally:
             for process in running:
                 process.join(GRACE_S if ended else 0)
