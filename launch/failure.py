@@ -1,9 +1,9 @@
 """What went wrong: read from the files that workers leave in a run directory.
 
-ranks/rank<r>.json:  {rank, node, pid, pid_space, state}, state running | done | failed | terminated (`save_rank`).
+ranks/rank<r>.json:  {rank, node, pid, pid_space, state}, state running | done | failed | terminated.
 errors/rank<r>.json: {rank, node, time, type, message, traceback, user_error, peers}; peers, where others were missed:
                      [{rank, node, state}], state answers | silent | gone | unreachable (experiments/training/heartbeat.py);
-                     written by the rank itself, or by who ended it (`save_error`).
+                     written by the rank itself, or by who ended it (`RankFiles`).
 logs/node<k>.log:    what torchrun says on node k; logs/rank<r>.log: what rank r says.
 
 A rank that torchrun starts again takes the place of its earlier life in both folders.
@@ -65,40 +65,38 @@ class Cause:
     user_error: bool = False
 
 
-def begin_rank(run_dir: Path, rank: int, node: int) -> None:
-    """This process takes the place of the rank's earlier life, if there was one."""
-    with contextlib.suppress(OSError):
-        (run_dir / "errors" / f"rank{rank}.json").unlink()
-    save_rank(run_dir, rank, node, "running")
+class RankFiles:
+    """What a rank says of itself in the files of a run directory."""
 
+    def __init__(self, run_dir: Path, rank: int, node: int) -> None:
+        self.dir, self.rank, self.node = run_dir, rank, node
 
-def save_rank(run_dir: Path, rank: int, node: int, state: str) -> None:
-    """Says what has become of a rank, which is this process."""
-    _write(
-        run_dir / "ranks", {"rank": rank, "node": node, "pid": os.getpid(), "pid_space": pid_space(), "state": state}
-    )
+    def begin(self) -> None:
+        """This process takes the place of the rank's earlier life, if there was one."""
+        with contextlib.suppress(OSError):
+            (self.dir / "errors" / f"rank{self.rank}.json").unlink()
+        self.save("running")
 
+    def save(self, state: str) -> None:
+        """What has become of the rank, which is this process."""
+        self._write("ranks", pid=os.getpid(), pid_space=pid_space(), state=state)
 
-def save_error(
-    run_dir: Path,
-    rank: int,
-    node: int,
-    *,
-    kind: str,
-    message: str,
-    traceback: str = "",
-    user_error: bool = False,
-    peers: Sequence[dict[str, Any]] = (),
-) -> None:
-    """Says why a rank ends. kind: the type of an exception; peers: whom the rank found missing."""
-    report = {"type": kind, "message": message, "traceback": traceback, "user_error": user_error, "peers": list(peers)}
-    _write(run_dir / "errors", {"rank": rank, "node": node, "time": time.time(), **report})
+    def save_error(
+        self,
+        kind: str,
+        message: str,
+        traceback: str = "",
+        user_error: bool = False,
+        peers: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Why the rank ends. kind: the type of an exception; peers: whom the rank found missing."""
+        why = {"type": kind, "message": message, "traceback": traceback, "user_error": user_error, "peers": list(peers)}
+        self._write("errors", time=time.time(), **why)
 
-
-def _write(folder: Path, content: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the exit status must tell
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / f"rank{content['rank']}.json", content)
+    def _write(self, folder: str, **content: Any) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the exit status must tell
+            (self.dir / folder).mkdir(parents=True, exist_ok=True)
+            write_json(self.dir / folder / f"rank{self.rank}.json", {"rank": self.rank, "node": self.node, **content})
 
 
 def forget_earlier(run_dir: Path) -> None:

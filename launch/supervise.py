@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import failure, process
-from launch.failure import Cause
+from launch.failure import Cause, RankFiles
 from launch.process import descendants, has_own_proc, is_stopped, of_proc
 
 LATER_S = 12.0
@@ -58,7 +58,7 @@ class StoppedWatch:
             if (rank := environment.get("RANK")) is not None:
                 node = int(environment.get("BIRDER_NODE", environment.get("GROUP_RANK", 0)))
                 message = f"its process has been stopped for {seconds:.0f} s"
-                failure.save_error(self.run_dir, int(rank), node, kind="Stopped", message=message)
+                RankFiles(self.run_dir, int(rank), node).save_error("Stopped", message)
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 

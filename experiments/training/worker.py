@@ -48,9 +48,9 @@ def run_rank(
             train = full_train
         train(spec)
     except BaseException as error:
-        me.save_error(error)
+        me.save_exception(error)
         if failure.is_consequence(type(error).__name__, str(error)):
-            me.save_error(error, heartbeat.poll_peers())
+            me.save_exception(error, heartbeat.poll_peers())
         me.end(error)
         raise
     me.save("done")
@@ -76,26 +76,15 @@ def main(spec_path: str, train: Train | None = None) -> None:
     sys.exit(0)
 
 
-class _Rank:
+class _Rank(failure.RankFiles):
     """This process's place in the world, and its files in the run directory."""
 
     def __init__(self, spec: RunSpec, on_failure: Callable[[BaseException], None] | None = None) -> None:
-        self.dir = spec.path
+        super().__init__(spec.path, int(os.environ["RANK"]), heartbeat.own_node())
         self.on_failure = on_failure
-        self.rank, self.node = int(os.environ["RANK"]), heartbeat.own_node()
 
-    def begin(self) -> None:
-        """Takes the place of this rank's earlier life, if there was one."""
-        failure.begin_rank(self.dir, self.rank, self.node)
-
-    def save(self, state: str) -> None:
-        failure.save_rank(self.dir, self.rank, self.node, state)
-
-    def save_error(self, error: BaseException, peers: Sequence[dict[str, Any]] = ()) -> None:
-        failure.save_error(
-            self.dir,
-            self.rank,
-            self.node,
+    def save_exception(self, error: BaseException, peers: Sequence[dict[str, Any]] = ()) -> None:
+        self.save_error(
             kind=type(error).__name__,
             message=str(error),
             traceback="" if isinstance(error, failure.Diverged) else "".join(traceback.format_exception(error)),
@@ -110,7 +99,7 @@ class _Rank:
 
     def end_alone(self, error: BaseException, peers: list[dict[str, Any]]) -> None:
         """Ends this process from a thread, whatever the main thread waits for."""
-        self.save_error(error, peers)
+        self.save_exception(error, peers)
         self.end(error)
         print(f"error: {error}", file=sys.stderr)
         tracked.end_all(1)

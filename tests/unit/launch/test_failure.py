@@ -12,21 +12,21 @@ from launch import failure, link_file
 
 
 def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
-    failure.begin_rank(tmp_path, 3, 1)
+    failure.RankFiles(tmp_path, 3, 1).begin()
     assert failure.vanished(tmp_path) == []  # it is this process
-    failure.save_error(tmp_path, 3, 1, kind="ValueError", message="odd", traceback="Traceback ...")
+    failure.RankFiles(tmp_path, 3, 1).save_error("ValueError", "odd", traceback="Traceback ...")
     cause = failure.explain(tmp_path, [], agent=1, code=1)
     assert (cause.reason, cause.traceback) == ("rank 3 on node 1: ValueError: odd", "Traceback ...")
-    failure.save_error(tmp_path, 3, 1, kind="UserError", message="set lr=0.1", user_error=True)
+    failure.RankFiles(tmp_path, 3, 1).save_error("UserError", "set lr=0.1", user_error=True)
     assert failure.explain(tmp_path, [], agent=1, code=2) == failure.Cause("set lr=0.1", user_error=True)
-    failure.begin_rank(tmp_path, 3, 1)  # started again: its earlier life is forgotten
+    failure.RankFiles(tmp_path, 3, 1).begin()  # started again: its earlier life is forgotten
     assert not list((tmp_path / "errors").iterdir())
 
 
 def test_whom_a_rank_missed_is_named(tmp_path: Path) -> None:
     peers = [{"rank": 0, "node": 0, "state": "gone"}, {"rank": 1, "node": 0, "state": "answers"}]
-    failure.save_rank(tmp_path, 0, 0, "running")
-    failure.save_error(tmp_path, 1, 0, kind="RuntimeError", message="Connection closed by peer", peers=peers)
+    failure.RankFiles(tmp_path, 0, 0).save("running")
+    failure.RankFiles(tmp_path, 1, 0).save_error("RuntimeError", "Connection closed by peer", peers=peers)
     cause = failure.explain(tmp_path, [], agent=0, code=1)
     assert cause.reason == "rank 0 on node 0 was killed, for example for lack of memory"
 
@@ -50,8 +50,8 @@ def test_a_full_disk_does_not_hide_why_a_rank_ends(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(failure, "write_json", full)
-    failure.begin_rank(tmp_path, 0, 0)
-    failure.save_error(tmp_path, 0, 0, kind="ValueError", message="odd")
+    failure.RankFiles(tmp_path, 0, 0).begin()
+    failure.RankFiles(tmp_path, 0, 0).save_error("ValueError", "odd")
     assert not any((tmp_path / "errors").glob("*.json"))
 
 
