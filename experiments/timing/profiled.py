@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import birder
-from birder.comm import AllGather, AllToAll, ByteCounter, Collectives, Requests, Topology
+from birder.comm import AllGather, AllToAll, ByteCounter, Collectives, Requests, Topology, finish
 from birder.optim import BucketOptimizer
 from birder.optim.contract import Plan
 from birder.optim.layout import Unit, make_units
@@ -93,8 +93,8 @@ def _of_bits(sizes: Sequence[int], pairs: Collectives) -> Callable[[], Any]:
 
     def exchange() -> None:
         for row in rows:
-            pairs.all_to_all(row)
-            pairs.all_gather(row[0])
+            finish(pairs.all_to_all(row))
+            finish(pairs.all_gather(row[0]))
 
     return exchange
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from birder.comm import ByteCounter, Collectives, Topology
 from birder.predict import METHODS, Cluster, Costs, Layout, Link, simulate
 from birder.predict.costs import BYTES, EXCHANGES
 from experiments.cells import trained
@@ -208,6 +209,18 @@ def _profile(rank: int, size: int) -> Any:
     groups = [{"params": decays}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
     found = profiled.profile(buckets, ddp, groups, unit_mb=0.004)
     return [b.elements for b in buckets], found
+
+
+def _exchanged(rank: int, size: int) -> tuple[int, int]:
+    assert dist.group.WORLD is not None
+    pairs = Collectives(dist.group.WORLD, Topology(size, 1), ByteCounter())
+    profiled._of_bits([64, 640], pairs)()
+    return pairs.counter.collectives, pairs.counter.total
+
+
+def test_exchanges_of_bits_are_sent_where_they_are_timed() -> None:
+    """Of each size an all-to-all and an all-gather: to the other rank half of it, twice."""
+    assert run_ranks(_exchanged, 2) == [(4, 64 + 640)] * 2
 
 
 @pytest.mark.slow
