@@ -20,13 +20,12 @@ TURN_FILE = "turn"
 """In a run directory: the id of the method whose turn it is."""
 BOUND_FILE = "bound.json"
 """In a run directory: {step_ms} of the bound, where there was no method to time (experiments/timing/calibrate.py)."""
-SHARED = ("workload", "cluster", "data", "seed", "scale", "timeline", "timing", "results_dir", "output_dir", "profile")
-"""Sections of the configuration that methods of one world must have in common ..."""
-SHARED_KEYS = (
+SHARED = (
+    *("workload", "cluster", "data", "seed", "scale", "timeline", "timing", "results_dir", "output_dir", "profile"),
     *(f"train.{key}" for key in ("batch_per_rank", "accumulate", "precision", "threads", "epochs", "max_steps")),
     "comm.bucket_cap_mb",
 )
-"""... and single keys."""
+"""Keys of the configuration that methods of one world must have in common."""
 
 
 def reason_not_interleaved(resolved: Sequence[dict[str, Any]], synthetic: bool) -> str | None:
@@ -54,7 +53,7 @@ def _not_together(resolved: Sequence[dict[str, Any]]) -> str | None:
     if labels.is_virtual(first):
         return "virtual workers have no times"
     for other in resolved[1:]:
-        for key in (*SHARED, *SHARED_KEYS):
+        for key in SHARED:
             if _value(other, key) != _value(first, key):
                 return f"methods differ in {key}"
     if first["checkpoint"]["every"] or first["resume"] == "auto":
