@@ -142,8 +142,8 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
     if name is None and not {"-h", "--help"} & set(given):
         raise UserError(f"which suite? suite=NAME; there are: {', '.join(suites.names())}")
     suite = None if name is None else suites.load(name)
-    for option in LISTS if suite else ():
-        known, default = _known(suite, option)
+    lists = {option: _known(suite, option) for option in LISTS} if suite is not None else {}
+    for option, (known, default) in lists.items():
         parser.add_argument(f"--{option}", default=",".join(default), help=f"of {', '.join(known)}")
     parser.add_argument(
         "--steps", type=int, help="timed steps of every cell, one in each round; default: the suite's rounds"
@@ -158,8 +158,8 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
     parser.add_argument("--elements", type=int, help="size of the kernels' tensors; default 2^24")
     options = parser.parse_args(given)
     assert suite is not None
-    for option in LISTS:
-        setattr(options, option, _chosen(option, getattr(options, option), _known(suite, option)[0]))
+    for option, (known, _) in lists.items():
+        setattr(options, option, _chosen(option, getattr(options, option), known))
     options.nodes = [int(n) for n in options.nodes]
     for option, least in (("steps", 1), ("elements", 32)):
         value = getattr(options, option)
@@ -185,9 +185,8 @@ def _as_flags(arguments: Sequence[str]) -> list[str]:
     return given
 
 
-def _known(suite: Suite | None, option: str) -> tuple[list[str], list[str]]:
+def _known(suite: Suite, option: str) -> tuple[list[str], list[str]]:
     """All names that an option takes, and those that it has by itself."""
-    assert suite is not None
     if option == "models":
         return list(suite.models), [name for name, model in suite.models.items() if model.default]
     names = [str(n) for n in suite.rows] if option == "methods" else [str(n) for n in getattr(suite, option)]
