@@ -223,12 +223,12 @@ class Variant(Entry):
 
     def most_memory(self) -> int:
         """Bytes that the training may hold on this rank, known before it is made."""
-        return MOST_COPIES * sum(t.numel() * t.element_size() for t in self.shared.initial)
+        return MOST_COPIES * sum(t.nbytes for t in self.shared.initial)
 
     def memory(self) -> int:
         """Bytes that the training holds on this rank, about: model, state, and what an exchange keeps of the gradient."""
         assert self.method is not None
-        model = sum(t.numel() * t.element_size() for t in self.own.tensors)
+        model = sum(t.nbytes for t in self.own.tensors)
         return model + self.state_bytes + (2 * model if self.method.optimizer.compressed else 0)
 
     def free(self) -> None:

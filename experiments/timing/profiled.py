@@ -47,7 +47,7 @@ def profile(
     return {
         **exchanges([b.elements for b in buckets], ddp.process_group),
         "units": units(buckets, groups, unit_mb),
-        "buffer_bytes": sum(b.numel() * b.element_size() for b in ddp.module.buffers()),
+        "buffer_bytes": sum(b.nbytes for b in ddp.module.buffers()),
     }
 
 
