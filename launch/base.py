@@ -40,9 +40,6 @@ def opened(spec: RunSpec) -> Iterator[bool]:
         yield fresh
 
 
-FailureHandler = Callable[[RunSpec, str], None]
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class Launcher(ABC):
     """One way to start `nodes` x `ranks_per_node` ranks, one torchrun agent per node.
@@ -72,7 +69,7 @@ class Launcher(ABC):
     """The program of one rank, started as `python WORKER SPEC`. Whoever makes a launcher sets it."""
     wait: bool = field(init=False, default=True)
     """Whether `run` returns only when nothing of the run is under way any more."""
-    on_failure: FailureHandler = field(init=False, default=staticmethod(lambda spec, reason: None))
+    on_failure: Callable[[RunSpec, str], None] = field(init=False, default=staticmethod(lambda spec, reason: None))
     """Called for every run that started and did not end well, before `launch` raises. Must not raise."""
     python: str = field(init=False, default=sys.executable)
     late: bool = field(init=False, default=False)

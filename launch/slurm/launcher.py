@@ -136,11 +136,9 @@ class SlurmLauncher(Launcher):
         if not self._ask_for_gpus:
             return {}
         paper = (spec.config.get("scale") or {}).get("name") == "paper"
-        found, where = (
-            slurm_job.gpus(self.partition),
-            f"partition {self.partition}" if self.partition else "the partition",
-        )
+        found = slurm_job.gpus(self.partition)
         if paper and found is not None and found < self.ranks_per_node:
+            where = f"partition {self.partition}" if self.partition else "the partition"
             raise UserError(
                 f"scale=paper needs {self.ranks_per_node} GPUs on a node, and SLURM lists {found} in {where}: set "
                 "cluster.partition or cluster.ranks_per_node, or cluster.backend=gloo for CPUs"
