@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -165,8 +166,8 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
         value = getattr(options, option)
         if value is not None and value < least:
             raise UserError(f"--{option} must be at least {least}, got {value}")
-    if options.mbit <= 0:
-        raise UserError(f"--mbit must be positive, got {options.mbit:g}")
+    if not 0 < options.mbit < math.inf:  # nor NaN
+        raise UserError(f"--mbit must be positive and finite, got {options.mbit:g}")
     if options.kernels_only and not suite.kernels:
         raise UserError(f"suite {suite.name} has no kernels: leave out --kernels-only")
     return suite, options

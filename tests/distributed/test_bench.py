@@ -277,6 +277,8 @@ def test_all_methods_on_two_ranks_over_loopback(tmp_path: Path, monkeypatch: pyt
         (["--steps", "0"], "--steps must be at least 1"),
         (["--elements", "8"], "--elements must be at least 32"),
         (["--mbit", "0"], "--mbit must be positive"),
+        (["--mbit", "nan"], "--mbit must be positive"),
+        (["--mbit", "inf"], "--mbit must be positive"),
         (["--tables-only", "--results", "nowhere"], "no record of the benchmark"),
     ],
 )
