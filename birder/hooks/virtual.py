@@ -108,7 +108,7 @@ class VirtualRanks:
         self._turned: list[int] = []
         """The ranks that have had their turn since the last step."""
         self._device = next(model.parameters()).device
-        self._states = [self._random() for _ in range(self.size)]
+        self._states = [random_state(self._device) for _ in range(self.size)]
         if seeds is not None:
             self.seed(seeds)
         model.register_comm_hook(self, bucket_hook)
@@ -120,7 +120,7 @@ class VirtualRanks:
             raise ValueError(f"{self.size} ranks need as many seeds, got {len(seeds)}")
         for rank, seed in enumerate(seeds):
             torch.manual_seed(seed)
-            self._states[rank] = self._random()
+            self._states[rank] = random_state(self._device)
 
     @contextlib.contextmanager
     def turn(self, rank: int) -> Iterator[None]:
@@ -136,11 +136,11 @@ class VirtualRanks:
         self._grads[rank] = [None] * len(self._params)
         self._load(rank)
         _copy(self._buffers, self._start)
-        self._restore(self._states[rank])
+        restore_random_state(self._states[rank], self._device)
         try:
             yield
         finally:
-            self._states[rank] = self._random()
+            self._states[rank] = random_state(self._device)
             if rank == 0:
                 self._first = [b.detach().clone() for b in self._buffers]
             # DDP's next backward writes into the same buckets.
@@ -262,14 +262,18 @@ class VirtualRanks:
         for p, value, grad in zip(self._params, self._values[rank], self._grads[rank], strict=True):
             p.data, p.grad = value, grad
 
-    def _random(self) -> tuple[Tensor, ...]:
-        cpu = torch.get_rng_state()
-        return (cpu, torch.cuda.get_rng_state(self._device)) if self._device.type == "cuda" else (cpu,)
 
-    def _restore(self, state: tuple[Tensor, ...]) -> None:
-        torch.set_rng_state(state[0])
-        if len(state) > 1:
-            torch.cuda.set_rng_state(state[1], self._device)
+def random_state(device: torch.device) -> tuple[Tensor, ...]:
+    """Of torch's generators on the CPU and, where it is a GPU, on that device."""
+    cpu = torch.get_rng_state()
+    return (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,)
+
+
+def restore_random_state(state: tuple[Tensor, ...], device: torch.device) -> None:
+    """Puts back what `random_state` returned."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state(state[1], device)
 
 
 def _in_bucket(flat: Tensor, p: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from birder.comm import ByteCounter
+from birder.hooks.virtual import random_state, restore_random_state
 from experiments.records import labels
 from experiments.timing import cycles
 from experiments.timing.shared_ddp import Ready, SharedDDP
@@ -44,12 +45,12 @@ class Own:
         for tensor, mine in zip(self.shared.tensors, self.tensors, strict=True):
             tensor.data = mine  # no copy: model, DDP and optimizer know the tensor, not its memory
         self.shared.workload.load_state_dict(self.workload)
-        set_rng(self.rng)
+        restore_random_state(self.rng, self.shared.shard.device)
 
     def leave(self) -> None:
         """Keeps what has become of it."""
         self.workload = copy.deepcopy(self.shared.workload.state_dict())
-        self.rng = get_rng()
+        self.rng = random_state(self.shared.shard.device)
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Shared:
         self.tensors = [*self.ddp.module.parameters(), *self.ddp.module.buffers()]
         self.initial = [t.detach() for t in self.tensors]  # their memory, which no training uses
         self.workload_state = copy.deepcopy(self.workload.state_dict())
-        self.rng = get_rng()
+        self.rng = random_state(self.shard.device)
 
 
 class Entry(ABC):
@@ -285,15 +286,3 @@ class Variant(Entry):
                 if not math.isfinite(value := float(loss)):
                     self.failed = f"the loss is {value} at step {self.done - back}: lower optimizer.lr"
         return seconds
-
-
-def get_rng() -> list[torch.Tensor]:
-    """The random state of this rank's devices."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
-
-
-def set_rng(states: list[torch.Tensor]) -> None:
-    """Puts back what `get_rng` returned."""
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
