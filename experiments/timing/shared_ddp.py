@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from birder.hooks.attachment import done
+
 
 class Ready(NamedTuple):
     """One of DDP's buckets in a pass. seconds: of `perf_counter`, when its gradients were ready."""
@@ -34,9 +36,7 @@ def _hook(switch: _Switch, bucket: dist.GradBucket) -> Future[Tensor]:
 def _nothing(ready: list[Ready], bucket: dist.GradBucket) -> Future[Tensor]:
     """Sends nothing: the bucket is unchanged, and noted."""
     ready.append(Ready(bucket.buffer().numel(), time.perf_counter(), bucket.parameters()))
-    done: Future[Tensor] = Future()
-    done.set_result(bucket.buffer())
-    return done
+    return done(bucket.buffer())
 
 
 class SharedDDP(DistributedDataParallel):
