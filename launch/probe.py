@@ -89,9 +89,10 @@ def visible_gpus() -> list[str]:
     if listed is not None:
         return [g for g in listed.split(",") if g.strip() not in ("", "-1")]
     try:
-        found = [line for line in _run("nvidia-smi", "-L").splitlines() if line.startswith("GPU ")]
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return []
+    found = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
     return [str(i) for i in range(len(found))]
 
 
