@@ -144,7 +144,8 @@ class Site:
     def start(self, request: dict[str, Any]) -> subprocess.Popen[str]:
         """Starts a launcher."""
         command = [*self.enter(), sys.executable, str(Path(__file__).resolve()), "launch", json.dumps(request)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        env = os.environ.copy()  # of Python's own: readline, which pytest may load, sets COLUMNS below it
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
     def finish(self, request: dict[str, Any]) -> tuple[int, str, str]:
         """Starts a launcher and waits for its exit status, output and errors."""
