@@ -27,8 +27,14 @@ HEAD_START = 2_000_000
 """Cycles, about a millisecond, for which a GPU is kept busy while the host queues what is measured. Launching a kernel that
 moves 60 MB takes the host longer than running it takes the GPU: without this the host would be measured."""
 NAMES = (
-    *("encode", "reduce_bits", "apply_bits", "add_momentum", "add_message"),
-    *("split_signs", "add_average", "write_signs"),
+    "encode",
+    "reduce_bits",
+    "apply_bits",
+    "add_momentum",
+    "add_message",
+    "split_signs",
+    "add_average",
+    "write_signs",
 )
 """Those of `birder.predict.measuring.KERNELS` that are compared."""
 
