@@ -23,7 +23,6 @@ One-process reference: `SigmaDelta` in tests/helpers/reference_sigma_delta.py.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from collections.abc import Iterable
@@ -160,17 +159,11 @@ class SigmaDeltaAdam(SeenMap, BucketOptimizer):
 
 
 @functools.lru_cache(maxsize=16)
-def _shared_steps(growth: float, power: int) -> list[int]:
-    """The steps of (0), as far as the first one from 2^power on."""
-    steps = [1]
-    while steps[-1] < 2**power:
-        steps.append(max(steps[-1] + 1, int(steps[-1] * growth)))
-    return steps
-
-
 def last_shared(step: int, growth: float) -> int:
     """The last step up to `step`, from 1, in which V is shared."""
     if growth == 1.0:
         return step
-    steps = _shared_steps(growth, max(step.bit_length(), 10))
-    return steps[bisect.bisect_right(steps, step) - 1]
+    last = coming = 1
+    while coming <= step:
+        last, coming = coming, max(coming + 1, int(coming * growth))
+    return last
