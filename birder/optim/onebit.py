@@ -98,12 +98,13 @@ class OneBitMean(BucketOptimizer):
         """(2) to (4). The worker's error holds z, `squares` is the sum of its squares, fp64[]."""
         comm, support, buffers = self.comm, self.support(unit), unit.buffers
         worker_error, server_error = unit.state["worker_error"], unit.state["server_error"]
-        inside, count = support.inside(support.shard), support.shard_count
-        messages = split(worker_error, squares, inside, count, comm.workers, buffers["bits"])  # (2)
+        inside, factor = support.inside(support.shard), scale(squares, support.shard_count)
+        messages = kernels.split_signs(worker_error, factor, inside, parts=comm.workers, out=buffers["bits"])  # (2)
         rows = yield AllToAll(messages.view(-1), buffers["rows"])
-        inside, count = support.inside(support.chunk), support.chunk_count
+        inside = support.inside(support.chunk)
         squares = kernels.add_average(server_error, rows, inside, sums=buffers["sums"])  # (3)
-        message = split(server_error, squares, inside, count, out=buffers["chunk"])  # (4)
+        factor = scale(squares, support.chunk_count)
+        message = kernels.split_signs(server_error, factor, inside, out=buffers["chunk"])  # (4)
         return (yield AllGather(message.view(-1), buffers["result"])).view(comm.shards * comm.workers, -1)
 
     def write_mean(self, unit: Unit, out: Tensor, mean: Tensor) -> None:
@@ -243,22 +244,9 @@ class OneBitMethod(OneBitMean):
                 )
 
 
-def split(
-    error: Tensor,
-    squares: Tensor,
-    mask: Tensor | None,
-    count: int | Tensor,
-    parts: int = 1,
-    out: Tensor | None = None,
-) -> Tensor:
-    """C(z) in one pass, as what is sent of it: 1 bit for each element, and the scale behind the bits of each part. The sum of
-    squares is rounded to an fp32 scale once: the same on every device and back end, with any number of threads.
+def scale(squares: Tensor, count: Tensor) -> Tensor:
+    """|z|_2 / sqrt(d), fp32[], of the sum of the squares of z, fp64[], and the number of coordinates that take part, int64[].
 
-    error:   fp32[d]: z, 0 outside of the mask; becomes z - C(z).
-    squares: the sum of the squares of z, fp64[].
-    mask:    bool[d] or None; coordinates outside count as absent: `count` is the number of coordinates inside, or int64[].
-    parts:   to how many servers it goes.
-    Returns messages, uint8[parts, message_bytes(d/parts)], in `out` where it is given.
+    Rounded once: the same on every device and back end, with any number of threads.
     """
-    scale = (squares / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))).sqrt().float()
-    return kernels.split_signs(error, scale, mask, parts=parts, out=out)
+    return (squares / count.clamp(min=1)).sqrt().float()

@@ -75,11 +75,12 @@ def test_bytes_fall_when_compression_starts():
 
 def test_the_error_is_what_was_not_sent():
     from birder import kernels
-    from birder.optim.onebit import split
+    from birder.optim.onebit import scale
 
     kept = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     error, sent = kept.clone(), torch.empty(4096)
-    message = split(error, kernels.add_message(error, torch.zeros_like(error), None), None, 4096)
+    squares = kernels.add_message(error, torch.zeros_like(error), None)
+    message = kernels.split_signs(error, scale(squares, torch.tensor(4096)), None)
     assert message.shape == (1, 4096 // 8 + 4)
     kernels.write_signs(sent, message, None)
     # sent + error is z again but for the rounding of two operations.
