@@ -125,12 +125,11 @@ class BlockwiseSGD(BucketOptimizer):
         """
         wire = wire or WIRES[self.wire]
         if not self.same_choice and ratio is not None:
-            own = Largest.choose(v, unit.offsets, [p.numel() for p in unit.params], ratio, wire)
-            return (yield from SentOwn.exchange(own, v.numel(), wire))
+            largest = Largest.choose(v, unit.offsets, [p.numel() for p in unit.params], ratio, wire)
+            return (yield from SentOwn.exchange(largest, v.numel(), wire))
         block = self.block if self.compressor == "blocks" else 1
         draw = {"seed": self.seed, "step": step, "stream": stream}
         chosen = Blocks.choose(unit.start, unit.numel, ratio, block, **draw, device=unit.device)
-        picked = chosen.gather(v)
-        rounded = None if wire is torch.float32 else picked.to(wire).float()
-        sent = picked if rounded is None else rounded
-        return SentShared(chosen, (yield Mean(sent, wire)) if sent.numel() else sent, rounded)
+        own = chosen.gather(v).to(wire).float()
+        mean = (yield Mean(own, wire)) if own.numel() else own
+        return SentShared(chosen, own, mean)

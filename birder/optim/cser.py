@@ -43,7 +43,7 @@ from birder.optim.blockwise import BlockwiseSGD
 from birder.optim.checks import require, require_choice, require_whole
 from birder.optim.contract import Plan
 from birder.optim.layout import Unit
-from birder.optim.sparse import SentShared
+from birder.optim.sparse import Sent
 
 MODEL, GRADIENT = 1, 2
 """Streams of the draws of C1 and C2."""
@@ -75,12 +75,11 @@ def overall_ratio(gradient_ratio: float | None, model_ratio: int, reset_every: i
 
 @dataclass
 class Move:
-    """What `update` does: x = x - step, then + correction; or then the mean over ranks where that has been sent, of `own`."""
+    """What `update` does: x = x - step, then + correction; or then the mean over ranks of the part that has been sent."""
 
     step: Tensor
     correction: Tensor | None = None
-    sent: SentShared | None = None
-    own: Tensor | None = None
+    sent: Sent | None = None
 
 
 class CSER(BlockwiseSGD):
@@ -165,8 +164,8 @@ class CSER(BlockwiseSGD):
             z = unit.state["common"]
             z.copy_(self.flat_parameters(unit)) if self.resets(1) else z.zero_()
         sent = yield from self.send(unit, p, self.gradient_ratio, step, GRADIENT)
-        sent.clear(p)  # r
-        sent.put_mean(p)  # (1): p'
+        sent.add_own(p, -1)  # r
+        sent.add_mean(p)  # (1): p'
         if self.keeps_common:
             sent.add_mean(unit.state["common"], -1)  # (2)
         if not resets:
@@ -182,15 +181,16 @@ class CSER(BlockwiseSGD):
         e = self.flat_parameters(unit).sub_(p).sub_(z)
         sent = yield from self.send(unit, e, self.model_ratio, step, MODEL)
         sent.add_mean(z)
-        return sent.change(e)
+        change = e.zero_()
+        sent.add_mean(change)
+        sent.add_own(change, -1)
+        return change
 
     def _mean_model(self, unit: Unit, p: Tensor, ratio: int, step: int, stream: int) -> Requests[Move]:
         """PSync(x - p, C)."""
         x = self.flat_parameters(unit).sub_(p)
         # As fp32 whatever `wire` is: rounded to half precision, steps smaller than 2^-8 x would be lost.
-        sent = yield from self.send(unit, x, ratio, step, stream, torch.float32)
-        assert isinstance(sent, SentShared)
-        return Move(p, sent=sent, own=sent.chosen.gather(x))
+        return Move(p, sent=(yield from self.send(unit, x, ratio, step, stream, torch.float32)))
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
         whole = yield from self._changed(step)
@@ -201,9 +201,10 @@ class CSER(BlockwiseSGD):
             torch._foreach_sub_(unit.params, unit.views(move.step))
             if move.correction is not None:
                 torch._foreach_add_(unit.params, unit.views(move.correction))
-            if move.sent is not None and move.own is not None:
+            if move.sent is not None:
                 x = self.flat_parameters(unit)
-                move.sent.set_mean(x, move.own)
+                move.sent.add_own(x, -1)  # what the caller has added since it was read stays
+                move.sent.add_mean(x)
                 torch._foreach_copy_(unit.params, unit.views(x))
             if whole:
                 z = unit.state["common"].copy_((yield Mean(self.flat_parameters(unit))))

@@ -61,11 +61,8 @@ class EF21SGDM(BlockwiseSGD):
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         v, known, beta = unit.state["momentum"], unit.state["known"], unit.group["momentum"]
         v.mul_(beta).add_(self.decayed(unit, grad).mul_(1 - beta))  # (1)
-        change = torch.sub(v, known, out=grad)
-        sent = yield from self.send(unit, change, self.ratio, step)
-        left = change.clone()
-        sent.clear(left)
-        known.add_(change.sub_(left))  # (2)
+        sent = yield from self.send(unit, torch.sub(v, known, out=grad), self.ratio, step)
+        sent.add_own(known)  # (2)
         sent.add_mean(unit.state["common"])  # (3)
 
     def update(self, step: int, plan: Plan) -> None:

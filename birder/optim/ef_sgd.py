@@ -68,9 +68,9 @@ class EFSGD(BlockwiseSGD):
         waits = unit.group["lr"] == 0  # frozen by its rate, as torch's parameters are: what is withheld stays so
         sent = yield from self.send(unit, torch.zeros_like(e) if waits else e, self.ratio, step)
         if not waits:
-            sent.clear(e)
-        sent.put_mean(grad.zero_())
-        unit.result = grad
+            sent.add_own(e, -1)
+        unit.result = grad.zero_()
+        sent.add_mean(unit.result)
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:

@@ -66,12 +66,10 @@ class QSparseLocalSGD(LocalSteps, BlockwiseSGD):
             return
         e.sub_(drift)  # (2)
         sent = yield from self.send(unit, e, self.ratio, step)
-        sent.clear(e)
-        if not self.always_meets:
-            sent.add_mean(z)
-        else:
-            sent.put_mean(grad.zero_())
-            unit.result = grad
+        sent.add_own(e, -1)
+        if self.always_meets:
+            unit.result = z = grad.zero_()  # what z gains
+        sent.add_mean(z)
 
     def meet(self, unit: Unit, whole: bool) -> Requests[Any]:
         if whole:

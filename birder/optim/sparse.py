@@ -110,11 +110,9 @@ class Blocks:
         for cut, part in zip(self.edges, parts[1:], strict=True):
             flat[cut] = part
 
-    def clear(self, flat: Tensor) -> None:
-        """Sets the chosen elements to 0."""
-        self._whole(flat).index_fill_(0, self.rows, 0.0)
-        for cut in self.edges:
-            flat[cut] = 0.0
+    def add(self, flat: Tensor, values: Tensor, sign: int = 1) -> None:
+        """Adds values, as `gather` returns them, to the chosen elements; with sign -1 takes them away."""
+        self.scatter(flat, self.gather(flat).add_(values, alpha=sign))
 
 
 def _largest(v: Tensor, k: int) -> Tensor:
@@ -144,9 +142,9 @@ class Largest:
         places = torch.cat([_largest(flat[at : at + n].abs(), -(-n // ratio)).add_(at) for at, n in parts])
         return cls(places, flat[places].to(wire).float())
 
-    def clear(self, flat: Tensor) -> None:
-        """v - C(v), in place. What the rounding of the wire takes from a value stays behind."""
-        flat.index_add_(0, self.places, self.values, alpha=-1)
+    def add(self, flat: Tensor, sign: int = 1) -> None:
+        """Adds C(v) to any vector; with sign -1 takes it away."""
+        flat.index_add_(0, self.places, self.values, alpha=sign)
 
     def message(self, wire: torch.dtype) -> Tensor:
         """Places, then values: uint8, whole words of 32 bits."""
@@ -164,39 +162,22 @@ class Largest:
 
 @dataclass(frozen=True)
 class SentShared:
-    """C(v_i) of this rank, and mean_j C(v_j), where all ranks have chosen the same elements. mean: fp32[k], compact.
+    """C(v_i) of this rank, and mean_j C(v_j), where all ranks have chosen the same elements: fp32[k] each, compact.
 
-    rounded: C(v_i), fp32[k], where the wire has rounded it: what this takes is a part of r_i.
+    `own` is as the wire has rounded it: what this takes is a part of r_i.
     """
 
     chosen: Blocks
+    own: Tensor
     mean: Tensor
-    rounded: Tensor | None = None
 
-    def clear(self, v: Tensor) -> None:
-        """r_i, in the place of v_i."""
-        if self.rounded is None:
-            self.chosen.clear(v)
-        else:
-            self.chosen.scatter(v, self.chosen.gather(v).sub_(self.rounded))
-
-    def put_mean(self, r: Tensor) -> None:
-        """v'_i, in the place of r_i as `clear` has left it."""
-        self.chosen.scatter(r, self.mean if self.rounded is None else self.chosen.gather(r).add_(self.mean))
+    def add_own(self, flat: Tensor, sign: int = 1) -> None:
+        """Adds C(v_i) to any vector; with sign -1 takes it away: of v_i r_i is left."""
+        self.chosen.add(flat, self.own, sign)
 
     def add_mean(self, flat: Tensor, sign: int = 1) -> None:
-        """Adds mean_j C(v_j) to any vector; with sign -1 takes it away."""
-        self.chosen.scatter(flat, self.chosen.gather(flat).add_(self.mean, alpha=sign))
-
-    def set_mean(self, now: Tensor, own: Tensor) -> None:
-        """The mean, in the place of this rank's elements `own`, as they were sent. What `now` has beyond them stays."""
-        self.chosen.scatter(now, self.chosen.gather(now).sub_(own).add_(self.mean))
-
-    def change(self, v: Tensor) -> Tensor:
-        """v'_i - v_i = mean_j C(v_j) - C(v_i), fp32 of v's size; v_i as it was before `clear`."""
-        made = torch.zeros_like(v)
-        self.chosen.scatter(made, self.mean - (self.chosen.gather(v) if self.rounded is None else self.rounded))
-        return made
+        """The same with mean_j C(v_j): r_i becomes v'_i."""
+        self.chosen.add(flat, self.mean, sign)
 
 
 @dataclass(frozen=True)
@@ -213,23 +194,14 @@ class SentOwn:
         rows = yield GatherRanks(own.message(wire))
         mean = own.values.new_zeros(size)
         for row in rows:
-            theirs = Largest.read(row, k, wire)
-            mean.index_add_(0, theirs.places, theirs.values)
+            Largest.read(row, k, wire).add(mean)
         return cls(own, mean.div_(len(rows)))
 
-    def clear(self, v: Tensor) -> None:
-        self.own.clear(v)
-
-    def put_mean(self, r: Tensor) -> None:
-        r.add_(self.mean)
+    def add_own(self, flat: Tensor, sign: int = 1) -> None:
+        self.own.add(flat, sign)
 
     def add_mean(self, flat: Tensor, sign: int = 1) -> None:
         flat.add_(self.mean, alpha=sign)
-
-    def change(self, v: Tensor) -> Tensor:
-        made = self.mean.clone()
-        self.own.clear(made)
-        return made
 
 
 Sent = SentShared | SentOwn

@@ -50,7 +50,7 @@ def lost(compressor: str, v: Tensor, ratio: int, step: int) -> float:
             start -= p.numel()
             unit.view(flat, i).copy_(v[start : start + p.numel()])
         before = flat.clone()
-        run(made.comm, made.send(unit, flat, ratio, step)).clear(flat)
+        run(made.comm, made.send(unit, flat, ratio, step)).add_own(flat, -1)
         assert torch.equal(flat[flat != 0], before[flat != 0])  # what is left is as it was
         left += float(flat.square().sum())
     return left / float(v.square().sum())
@@ -117,12 +117,15 @@ def test_what_rounding_takes_stays_in_the_error() -> None:
     own = Largest.choose(v, (0, 1000, 1001, 1038), SIZES, 7, torch.bfloat16)
     sent = run(SingleProcess(), SentOwn.exchange(own, len(v), torch.bfloat16))
     rest = v.clone()
-    sent.clear(rest)
+    sent.add_own(rest, -1)
     assert int((rest[own.places] != 0).sum()) > 0
     both = rest.clone()
-    sent.put_mean(both)
+    sent.add_mean(both)
     assert torch.equal(both, v)
-    assert torch.equal(sent.change(v), torch.zeros_like(v))  # one rank: nobody else to agree with
+    change = torch.zeros_like(v)
+    sent.add_mean(change)
+    sent.add_own(change, -1)
+    assert torch.equal(change, torch.zeros_like(v))  # one rank: nobody else to agree with
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
@@ -133,13 +136,16 @@ def test_so_it_does_where_all_ranks_choose_the_same(compressor: str, wire: str) 
     flat = v[: unit.padded].clone()
     sent = run(made.comm, made.send(unit, flat, 3, 1))
     rest = flat.clone()
-    sent.clear(rest)
+    sent.add_own(rest, -1)
     assert 0 < int((rest != flat).sum()) == sent.mean.numel()
     assert float(rest[rest != flat].abs().sum()) > 0
     both = rest.clone()
-    sent.put_mean(both)
+    sent.add_mean(both)
     assert torch.equal(both, flat)
-    assert torch.equal(sent.change(flat), torch.zeros_like(flat))
+    change = torch.zeros_like(flat)
+    sent.add_mean(change)
+    sent.add_own(change, -1)
+    assert torch.equal(change, torch.zeros_like(flat))
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)

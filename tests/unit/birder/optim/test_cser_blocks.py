@@ -69,7 +69,7 @@ def test_the_error_is_what_was_not_sent():
     for step in range(1, 401):
         chosen = Blocks.choose(37, 1000, 4, 20, seed=0, step=step, stream=1, device=CPU)
         error, sent = v.clone(), torch.zeros(1000)
-        chosen.clear(error)
+        chosen.add(error, chosen.gather(v), -1)
         chosen.scatter(sent, chosen.gather(v))
         assert torch.equal(sent + error, v)
         assert not (sent * error).any()
