@@ -173,9 +173,9 @@ class ZeroOneAdam(OneBitMethod):
         mask = self.support(unit).mask
         if mask is not None:
             state["m"].mul_(mask)
-        state["u"].add_(state["m"], alpha=lr)
+        self.add_step(unit, state["u"])
         state["sums"][0] += lr
-        self.sum_decay(unit, lr, unit.group["weight_decay"])
+        state["sums"][1] *= self.kept(unit)
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
         """(3), or (5) to (8)."""
@@ -189,7 +189,7 @@ class ZeroOneAdam(OneBitMethod):
             if plan is Plan.SKIP:
                 self._local_step(unit)
             else:
-                yield from self._sync(unit, signs, step, changed)
+                yield from self._sync(unit, signs, changed)
                 if mean is not None:
                     self.update_variance(unit, mean)
 
@@ -206,7 +206,7 @@ class ZeroOneAdam(OneBitMethod):
             torch._foreach_mul_(unit.params, 1.0 - lr * decay)
         self._subtract(unit, unit.state["m"], lr)
 
-    def _sync(self, unit: Unit, signs: Tensor, step: int, changed: bool) -> Requests[None]:
+    def _sync(self, unit: Unit, signs: Tensor, changed: bool) -> Requests[None]:
         """(5)-(7). Nothing in it depends on the rank: after it all ranks have the same m and x, bit for bit."""
         u, start = unit.state["u"], unit.state["last"]
         rate, kept = unit.state["sums"].tolist()
@@ -226,8 +226,9 @@ class ZeroOneAdam(OneBitMethod):
 
     def _steps_taken_back(self, unit: Unit) -> Tensor:
         """This rank's x, with its local steps since the last sync added to it again: fp32[padded]."""
-        done = unit.state["u"] - self.summed_now(unit)  # this step's part of u has not moved x
-        return self.flat_parameters(unit).add_(self._quotient(unit, done))
+        now = unit.zeros()
+        self.add_step(unit, now)  # this step's part of u has not moved x
+        return self.flat_parameters(unit).add_(self._quotient(unit, unit.state["u"] - now))
 
     def _subtract(self, unit: Unit, numerator: Tensor, rate: float) -> None:
         """x = x - rate numerator / (sqrt(v) + eps), within the support."""
@@ -251,13 +252,9 @@ class ZeroOneAdam(OneBitMethod):
 
     # ---- what the reference implementation does otherwise ----------------------------------------------------------
 
-    def sum_decay(self, unit: Unit, lr: float, decay: float) -> None:
-        """What of (6) belongs to weight decay."""
-        unit.state["sums"][1] *= 1.0 - lr * decay
-
-    def summed_now(self, unit: Unit) -> Tensor:
-        """What (2) has added in this step."""
-        return unit.state["m"] * float(unit.group["lr"])
+    def add_step(self, unit: Unit, total: Tensor) -> None:
+        """Adds what (2) takes up in this step."""
+        total.add_(unit.state["m"], alpha=float(unit.group["lr"]))
 
     def kept(self, unit: Unit) -> float:
         """What this step's weight decay leaves of x in (6)."""
@@ -294,14 +291,10 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
             unit.state["m"].lerp_(mean, 1.0 - unit.group["betas"][0])
             self.move(unit)  # (10)
 
-    def sum_decay(self, unit: Unit, lr: float, decay: float) -> None:
-        if decay:
-            x = self.flat_parameters(unit)
-            unit.state["u"].addcmul_(x, self.denominator(unit), value=lr * decay)  # (2')
-
-    def summed_now(self, unit: Unit) -> Tensor:
-        rate, added = float(unit.group["lr"]) * unit.group["weight_decay"], super().summed_now(unit)
-        return added.addcmul_(self.flat_parameters(unit), self.denominator(unit), value=rate) if rate else added
+    def add_step(self, unit: Unit, total: Tensor) -> None:
+        super().add_step(unit, total)
+        if rate := float(unit.group["lr"]) * unit.group["weight_decay"]:
+            total.addcmul_(self.flat_parameters(unit), self.denominator(unit), value=rate)  # (2')
 
     def kept(self, unit: Unit) -> float:
         return 1.0
