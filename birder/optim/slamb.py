@@ -118,7 +118,7 @@ class SLAMB(BucketOptimizer):
         self.sync_phase = self.first_sync if sync_phase is None else require_whole("sync_phase", sync_phase, 0)
         self.chunks = int(1 / fraction + 1e-9)  # 1/(1/49) is a little less than 49
         self._unseen = Counted()
-        self._ahead: dict[int, tuple[int, Tensor | None, Late | None]] = {}
+        self._ahead: dict[tuple[int, int], tuple[Tensor, Late]] = {}
         self._powers: dict[torch.device, Tensor] = {}
         super().__init__(params, {"lr": lr, "betas": pair(betas), "eps": eps, "weight_decay": weight_decay}, **options)
 
@@ -182,10 +182,9 @@ class SLAMB(BucketOptimizer):
 
     def _mask_and_count(self, unit: Unit, step: int) -> tuple[Tensor, int]:
         """M_t and its elements. Drawn a step ahead, so that nobody waits for their number."""
-        known, mask, count = self._ahead.pop(unit.index, (0, None, None))
-        if known != step or mask is None or count is None:
-            mask, count = self._draw(unit, step)
-        self._ahead[unit.index] = (step + 1, *self._draw(unit, step + 1))
+        drawn = self._ahead.pop((unit.index, step), None)
+        mask, count = drawn or self._draw(unit, step)
+        self._ahead[unit.index, step + 1] = self._draw(unit, step + 1)
         return mask, count.read()[0]
 
     def _draw(self, unit: Unit, step: int) -> tuple[Tensor, Late]:
