@@ -193,7 +193,8 @@ class CSER(BlockwiseSGD):
         return Move(p, sent=(yield from self.send(unit, x, ratio, step, stream, torch.float32)))
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
-        whole = yield from self._changed(step)
+        # Whether all models are averaged whole, after a reset, because any rank's caller has changed parameters.
+        whole = self._watches and (yield from self.watch.anywhere(self.comm, self.units, self.resets(step)))
         for unit in self.units:
             move: Move = unit.result
             if self.keeps_common and step == 1 and not self.resets(1):
@@ -219,11 +220,3 @@ class CSER(BlockwiseSGD):
     def _watches(self) -> bool:
         """Whether loaded weights want more than (3): ranks that choose differently would share them out unevenly."""
         return self.keeps_common and not self.same_choice
-
-    def _changed(self, step: int) -> Requests[bool]:
-        """Whether all models are averaged whole, after a reset, because any rank's caller has changed parameters."""
-        if not self._watches:
-            return False
-        for unit in self.units:
-            self.watch.look(unit)
-        return self.resets(step) and (yield from self.watch.anywhere(self.comm, self.units))

@@ -56,9 +56,8 @@ class LocalSteps(BucketOptimizer):
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
         syncs = plan is not Plan.SKIP
-        for unit in self.units:
-            self.watch.look(unit, late=syncs)
-        whole = syncs and not self.always_meets and (yield from self.watch.anywhere(self.comm, self.units))
+        asks = syncs and not self.always_meets
+        whole = yield from self.watch.anywhere(self.comm, self.units, asks, late=syncs)
         for unit in self.units:
             if not syncs:
                 torch._foreach_sub_(unit.params, unit.views(unit.result))

@@ -215,11 +215,15 @@ class ParameterWatch:
         self._known = {unit.index: _unit_sum(unit, None) for unit in units if watched}
         self._found = torch.tensor([True, False], device=units[0].device) if units and changed else None
 
-    def anywhere(self, comm: Communicator, units: list[Unit]) -> Requests[bool]:
-        """Whether parameters have been changed in this interval on any rank. Every rank calls it, in a synchronisation.
+    def anywhere(self, comm: Communicator, units: list[Unit], meets: bool, late: bool = False) -> Requests[bool]:
+        """`look`s at all units. Where ranks meet: whether parameters have been changed in this interval on any rank.
 
         Raises RuntimeError on all ranks when one's have been changed after its message was made of them.
         """
+        for unit in units:
+            self.look(unit, late=late)
+        if not meets:
+            return False
         found = torch.zeros(2, dtype=torch.bool, device=units[0].device) if self._found is None else self._found
         changed, late = (yield Union(found)).tolist()
         if late:

@@ -179,14 +179,11 @@ class ZeroOneAdam(OneBitMethod):
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
         """(3), or (5) to (8)."""
-        changed = False
-        if self._apart:
-            for unit in self.units:
-                self.watch.look(unit)
-            changed = plan is not Plan.SKIP and (yield from self.watch.anywhere(self.comm, self.units))
+        meets = plan is not Plan.SKIP
+        changed = self._apart and (yield from self.watch.anywhere(self.comm, self.units, meets))
         for unit in self.units:
             mean, signs = unit.result
-            if plan is Plan.SKIP:
+            if not meets:
                 self._local_step(unit)
             else:
                 yield from self._sync(unit, signs, changed)
