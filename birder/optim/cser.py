@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -71,15 +70,6 @@ def overall_ratio(gradient_ratio: float | None, model_ratio: int, reset_every: i
         return 1.0
     share = 1.0 - 1.0 / reset_every if variant == "released" else 1.0
     return 1.0 / (ordinary * share + 1.0 / (model_ratio * reset_every))
-
-
-@dataclass
-class Move:
-    """What `update` does: x = x - step, then + correction; or then the mean over ranks of the part that has been sent."""
-
-    step: Tensor
-    correction: Tensor | None = None
-    sent: Sent | None = None
 
 
 class CSER(BlockwiseSGD):
@@ -155,9 +145,8 @@ class CSER(BlockwiseSGD):
         resets = self.resets(step)
         if self.variant == "released":
             ratio, stream = (self.model_ratio, MODEL) if resets else (self.gradient_ratio, GRADIENT)
-            unit.result = (
-                Move(p) if ratio is None else (yield from self._mean_model(unit, p, ratio, step, stream))
-            )  # (6)
+            sent = None if ratio is None else (yield from self._send_model(unit, p, ratio, step, stream))
+            unit.result = [p], sent  # (6)
             return
         if self.keeps_common and step == 1:
             # Read in `update` where that will do: by then the caller may have changed it.
@@ -168,44 +157,44 @@ class CSER(BlockwiseSGD):
         sent.add_mean(p)  # (1): p'
         if self.keeps_common:
             sent.add_mean(unit.state["common"], -1)  # (2)
-        if not resets:
-            unit.result = Move(p)
-        elif self.keeps_common:
-            unit.result = Move(p, correction=(yield from self._reset(unit, p, step)))  # (3)
-        else:
-            unit.result = yield from self._mean_model(unit, p, self.model_ratio, step, MODEL)  # (5)
+        changes = [p]
+        model: Sent | None = None
+        if resets and self.keeps_common:
+            changes.append((yield from self._reset(unit, p, step)))  # (3)
+        elif resets:
+            model = yield from self._send_model(unit, p, self.model_ratio, step, MODEL)  # (5)
+        unit.result = changes, model
 
     def _reset(self, unit: Unit, p: Tensor, step: int) -> Requests[Tensor]:
-        """e' - e of (3), fp32[padded]."""
+        """e - e' of (3), fp32[padded]."""
         z = unit.state["common"]
         e = self.flat_parameters(unit).sub_(p).sub_(z)
         sent = yield from self.send(unit, e, self.model_ratio, step, MODEL)
         sent.add_mean(z)
         change = e.zero_()
-        sent.add_mean(change)
-        sent.add_own(change, -1)
+        sent.add_own(change)
+        sent.add_mean(change, -1)
         return change
 
-    def _mean_model(self, unit: Unit, p: Tensor, ratio: int, step: int, stream: int) -> Requests[Move]:
-        """PSync(x - p, C)."""
+    def _send_model(self, unit: Unit, p: Tensor, ratio: int, step: int, stream: int) -> Requests[Sent]:
+        """Of PSync(x - p, C) all but its last sum."""
         x = self.flat_parameters(unit).sub_(p)
         # As fp32 whatever `wire` is: rounded to half precision, steps smaller than 2^-8 x would be lost.
-        return Move(p, sent=(yield from self.send(unit, x, ratio, step, stream, torch.float32)))
+        return (yield from self.send(unit, x, ratio, step, stream, torch.float32))
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
         # Whether all models are averaged whole, after a reset, because any rank's caller has changed parameters.
         whole = self._watches and (yield from self.watch.anywhere(self.comm, self.units, self.resets(step)))
         for unit in self.units:
-            move: Move = unit.result
+            changes, model = unit.result
             if self.keeps_common and step == 1 and not self.resets(1):
                 unit.state["common"].add_(self.flat_parameters(unit))
-            torch._foreach_sub_(unit.params, unit.views(move.step))
-            if move.correction is not None:
-                torch._foreach_add_(unit.params, unit.views(move.correction))
-            if move.sent is not None:
+            for change in changes:
+                torch._foreach_sub_(unit.params, unit.views(change))
+            if model is not None:
                 x = self.flat_parameters(unit)
-                move.sent.add_own(x, -1)  # what the caller has added since it was read stays
-                move.sent.add_mean(x)
+                model.add_own(x, -1)  # what the caller has added since it was read stays
+                model.add_mean(x)
                 torch._foreach_copy_(unit.params, unit.views(x))
             if whole:
                 z = unit.state["common"].copy_((yield Mean(self.flat_parameters(unit))))
