@@ -48,9 +48,6 @@ from birder.optim.contract import WIRES, Plan
 from birder.optim.layout import Unit
 from birder.optim.onebit import OneBitMethod
 
-Sent = tuple[Tensor | None, Tensor | None]
-"""Of a step: the results of its round in floats, and of that in one bit."""
-
 
 class ZeroOneAdam(OneBitMethod):
     """0/1 Adam (see the module's docstring for the equations). Between syncs the ranks' models differ.
@@ -151,18 +148,15 @@ class ZeroOneAdam(OneBitMethod):
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
+        """(1), (2) and the step's rounds: `unit.result` is what those in floats and in one bit have given."""
         self.note_lost(unit, grad, step)
-        unit.result = yield from self.rounds(unit, grad, step)
-
-    def rounds(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
-        """(1), (2) and the rounds of the step."""
         mean = signs = None
         if self.has_variance_round(step):
             mean = yield Mean(grad, WIRES[self.wire])
         self._accumulate(unit, grad)
         if self.synced(step):
             signs = yield from self.onebit_mean(unit, (yield ShardMean(unit.state["u"])))  # (4)
-        return mean, signs
+        unit.result = mean, signs
 
     def _accumulate(self, unit: Unit, grad: Tensor) -> None:
         """(1) and (2), and what (5) and (6) need of the learning rates."""
@@ -264,15 +258,16 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     warmup_counts: ClassVar[bool] = True
     aligned: ClassVar[bool] = True
 
-    def rounds(self, unit: Unit, grad: Tensor, step: int) -> Requests[Sent]:
+    def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         if step > self.warmup_steps:
             if step == self.warmup_steps + 1:  # errors change their unit, from gradient to buffer
                 unit.state["worker_error"].zero_()
                 unit.state["server_error"].zero_()
-            return (yield from super().rounds(unit, grad, step))
-        if self.has_variance_round(step):
-            return (yield Mean(grad, WIRES[self.wire])), None
-        return None, (yield from self.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
+            yield from super().exchange(unit, grad, step)
+        elif self.has_variance_round(step):
+            unit.result = (yield Mean(grad, WIRES[self.wire])), None
+        else:
+            unit.result = None, (yield from self.onebit_mean(unit, (yield ShardMean(grad))))  # (9)
 
     def update(self, step: int, plan: Plan) -> Requests[None]:
         if step > self.warmup_steps:
