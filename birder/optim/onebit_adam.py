@@ -79,21 +79,18 @@ class OneBitAdam(OneBitMethod):
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:
+            group = unit.group
+            lr, (beta1, beta2) = group["lr"], group["betas"]
             if plan is Plan.COMPRESSED:
                 self.write_mean(unit, unit.state["m"], unit.result)
                 params, m, v = unit.params, unit.state_views("m"), unit.state_views("v")
             else:
                 params, grads, m, v = with_gradient(unit, "m", "v")
-                beta1, beta2 = unit.group["betas"]
-                if params:
-                    adam_moments(m, v, grads, beta1, beta2)
-            if params:
-                self._move(unit.group, step, params, m, v)
-
-    def _move(self, group: dict[str, Any], step: int, params: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        rate, correction = lr, 1.0
-        if self.bias_correction:
-            rate, correction = lr / (1 - beta1**step), (1 - beta2 ** min(step, self.warmup_steps)) ** 0.5
-        keep = 1 - lr * group["weight_decay"]
-        kernels.move_adam(params, m, v, rate=rate, correction=correction, eps=group["eps"], keep=keep)  # (5)
+                if not params:
+                    continue
+                adam_moments(m, v, grads, beta1, beta2)
+            rate, correction = lr, 1.0
+            if self.bias_correction:
+                rate, correction = lr / (1 - beta1**step), (1 - beta2 ** min(step, self.warmup_steps)) ** 0.5
+            keep = 1 - lr * group["weight_decay"]
+            kernels.move_adam(params, m, v, rate=rate, correction=correction, eps=group["eps"], keep=keep)  # (5)
