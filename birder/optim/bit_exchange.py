@@ -45,31 +45,23 @@ def buffers(unit: Unit, comm: Communicator) -> dict[str, Tensor]:
     return {name: unit.bytes(size) for name, size in sizes.items()}
 
 
-def packed(elements: slice, n: int = 1) -> slice:
-    """Where the bits of these elements stand; or one worker's share of them, of n."""
-    return slice(elements.start // (8 * n), elements.stop // (8 * n))
+Runs = list[tuple[slice, int]]
+"""Runs of consecutive element numbers that make up a shard or a chunk (`Unit.numbered`); one, but with FSDP."""
 
 
-def columns(rows: Tensor, part: slice) -> Tensor:
-    """These bytes of each worker: uint8[n, c] -> uint8[n, part], contiguous. All of them are not copied."""
-    return rows[:, part].contiguous()
+def part(t: Tensor, at: slice, runs: Runs) -> Tensor:
+    """What a tensor has of one of the runs: numbers of elements [d]; their bits, or one worker's share of these; a view.
 
-
-def each_run(
-    kernel: Callable[..., Any], runs: list[tuple[slice, int]], *tensors: Tensor, out: Tensor, **options: Any
-) -> Tensor:
-    """Calls a kernel that draws by element number for each run of consecutive numbers; one run, but with FSDP.
-
-    tensors: numbers of elements [d]; their bits, uint8[d/8]; or those of each worker, uint8[n, d/8]. out: bits.
+    Or the bits of each worker, uint8[n, c]: contiguous, and only where there are several runs copied.
     """
+    elements, size = runs[-1][0].stop, t.shape[-1]
+    return t[..., at.start * size // elements : at.stop * size // elements].contiguous()
 
-    def part(t: Tensor, at: slice) -> Tensor:
-        if t.dtype != torch.uint8:
-            return t[at]
-        return t[packed(at)] if t.dim() == 1 else columns(t, packed(at))
 
+def each_run(kernel: Callable[..., Any], runs: Runs, *tensors: Tensor, out: Tensor, **options: Any) -> Tensor:
+    """Calls a kernel that draws by element number for each run. tensors, out: of the kinds of `part`."""
     for at, start in runs:
-        kernel(*(part(t, at) for t in tensors), **options, start=start, out=part(out, at))
+        kernel(*(part(t, at, runs) for t in tensors), **options, start=start, out=part(out, at, runs))
     return out
 
 
@@ -79,15 +71,13 @@ def one_phase(unit: Unit, comm: Communicator, owners: dict[str, Any], error: Ten
     The bits are in `unit.buffers`. owners: options of `kernels.owned`. error: from which the bits that are sent are taken,
     (2').
     """
-    bits, chunk, runs, n = unit.buffers["bits"], unit.buffers["chunk"], unit.shard_runs(comm), comm.workers
-    for at, start in runs:
-        mine = {"n": n, "worker": comm.worker, "start": start, **owners}
-        kernels.owned(bits[packed(at)], **mine, out=chunk[packed(at, n)])
-        if error is not None:
-            kernels.settle(error[at], bits[packed(at)], **mine)  # (2')
+    bits, runs, mine = unit.buffers["bits"], unit.shard_runs(comm), {"n": comm.workers, "worker": comm.worker, **owners}
+    chunk = each_run(kernels.owned, runs, bits, **mine, out=unit.buffers["chunk"])
+    if error is not None:
+        for at, start in runs:
+            kernels.settle(error[at], part(bits, at, runs), **mine, start=start)  # (2')
     rows = yield GatherWorkers(chunk, unit.buffers["rows"])
-    for at, start in runs:
-        kernels.assemble(columns(rows, packed(at, n)), start=start, **owners, out=bits[packed(at)])
+    each_run(kernels.assemble, runs, rows, **owners, out=bits)
     return (yield GatherShards(bits, unit.buffers["result"]))
 
 
