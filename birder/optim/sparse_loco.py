@@ -221,8 +221,12 @@ class SparseLoCo(LocalSteps):
 
     def meet(self, unit: Unit, whole: bool) -> Requests[Any]:
         z = unit.state["common"]
-        if whole:
-            z.copy_((yield from self._all_of(unit, unit.result)))
+        if whole:  # all of e is sent: z gets the same bits on all ranks, e becomes 0
+            x = z - unit.result  # z of this rank: the caller may have changed it at one alone
+            if "error" in unit.state:
+                x -= yield GatherShards(unit.state["error"])
+                unit.state["error"].zero_()
+            z.copy_((yield Mean(x)))
             return None
         change = unit.result
         if self.outer_momentum:
@@ -231,11 +235,3 @@ class SparseLoCo(LocalSteps):
         change = change * self.outer_lr
         z.sub_(change)  # (6)
         return change.neg_()
-
-    def _all_of(self, unit: Unit, mean: Tensor) -> Requests[Tensor]:
-        """z once all of e has been sent, in the same bits on all ranks; e becomes 0."""
-        x = unit.state["common"] - mean  # z of this rank: the caller may have changed it at one alone
-        if "error" in unit.state:
-            x -= yield GatherShards(unit.state["error"])
-            unit.state["error"].zero_()
-        return (yield Mean(x))

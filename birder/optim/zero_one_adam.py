@@ -177,19 +177,15 @@ class ZeroOneAdam(OneBitMethod):
         changed = self._apart and (yield from self.watch.anywhere(self.comm, self.units, meets))
         for unit in self.units:
             mean, signs = unit.result
-            if not meets:
-                self._local_step(unit)
-            else:
-                yield from self._sync(unit, signs, changed)
-                if mean is not None:
-                    self.update_variance(unit, mean)
-
-    def _local_step(self, unit: Unit) -> None:
-        """(3)"""
-        if not self._apart:
-            unit.state["last"].copy_(self.flat_parameters(unit))
-        self.move(unit)
-        self.watch.note(unit)
+            if not meets:  # (3)
+                if not self._apart:
+                    unit.state["last"].copy_(self.flat_parameters(unit))
+                self.move(unit)
+                self.watch.note(unit)
+                continue
+            yield from self._sync(unit, signs, changed)
+            if mean is not None:
+                self.update_variance(unit, mean)
 
     def move(self, unit: Unit) -> None:
         lr, decay = float(unit.group["lr"]), unit.group["weight_decay"]
