@@ -103,16 +103,14 @@ class Blocks:
         rows = self._whole(flat).index_select(0, self.rows).view(-1)
         return torch.cat([rows, *(flat[cut] for cut in self.edges)]) if self.edges else rows
 
-    def scatter(self, flat: Tensor, values: Tensor) -> None:
-        """Puts what `gather` could have returned back to its places."""
-        parts = values.split([len(self.rows) * self.block, *(cut.stop - cut.start for cut in self.edges)])
-        self._whole(flat).index_copy_(0, self.rows, parts[0].view(-1, self.block))
-        for cut, part in zip(self.edges, parts[1:], strict=True):
-            flat[cut] = part
-
     def add(self, flat: Tensor, values: Tensor, sign: int = 1) -> None:
         """Adds values, as `gather` returns them, to the chosen elements; with sign -1 takes them away."""
-        self.scatter(flat, self.gather(flat).add_(values, alpha=sign))
+        parts = values.split([len(self.rows) * self.block, *(cut.stop - cut.start for cut in self.edges)])
+        # Without the second dimension where it is 1: many times faster on a CPU.
+        whole, rows = self._whole(flat).squeeze(1), parts[0].view(-1, self.block).squeeze(1)
+        whole.index_add_(0, self.rows, rows, alpha=sign)
+        for cut, part in zip(self.edges, parts[1:], strict=True):
+            flat[cut].add_(part, alpha=sign)
 
 
 def _largest(v: Tensor, k: int) -> Tensor:

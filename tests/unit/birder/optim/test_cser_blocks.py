@@ -24,7 +24,7 @@ def mask(start: int, numel: int, ratio: int | None, block: int, step: int = 1, s
     """bool[numel]: what `Blocks` chooses."""
     chosen = Blocks.choose(start, numel, ratio, block, seed=seed, step=step, stream=stream, device=CPU)
     flat = torch.zeros(numel)
-    chosen.scatter(flat, torch.ones(chosen.numel))
+    chosen.add(flat, torch.ones(chosen.numel))
     assert int(flat.sum()) == chosen.numel
     return flat.bool()
 
@@ -70,7 +70,7 @@ def test_the_error_is_what_was_not_sent():
         chosen = Blocks.choose(37, 1000, 4, 20, seed=0, step=step, stream=1, device=CPU)
         error, sent = v.clone(), torch.zeros(1000)
         chosen.add(error, chosen.gather(v), -1)
-        chosen.scatter(sent, chosen.gather(v))
+        chosen.add(sent, chosen.gather(v))
         assert torch.equal(sent + error, v)
         assert not (sent * error).any()
         lost += float(error.square().sum() / v.square().sum()) / 400
