@@ -59,7 +59,7 @@ def part(t: Tensor, at: slice, runs: Runs) -> Tensor:
 
 
 def each_run(kernel: Callable[..., Any], runs: Runs, *tensors: Tensor, out: Tensor, **options: Any) -> Tensor:
-    """Calls a kernel that draws by element number for each run. tensors, out: of the kinds of `part`."""
+    """Calls a kernel that draws by element number for each run. tensors: as `part` takes them, and in one dimension `out`."""
     for at, start in runs:
         kernel(*(part(t, at, runs) for t in tensors), **options, start=start, out=part(out, at, runs))
     return out
