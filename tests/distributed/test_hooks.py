@@ -210,7 +210,7 @@ def _scaled(rank: int, world: int, name: str, kept: bool) -> dict[str, Any]:
     with attachment.paused():
         ddp(1.0).backward()
     found = {"off": off, "sent": sent, "paused": attachment.counter.total == before, "state": attachment.state_bytes()}
-    attachment.scaled._own = borrow(attachment.link, torch.device("cpu"))  # as on NCCL
+    attachment.scaled._own = borrow(attachment.link.group, torch.device("cpu"))  # as on NCCL
     attachment.close()
     return {**found, "given back": attachment.scaled._own is None}
 
