@@ -24,14 +24,14 @@ One-process reference: `Birder` in tests/helpers/reference.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import AllGather, AllToAll, Collectives, GatherShards, GatherWorkers, Requests, ShardMean
+from birder.comm import AllGather, AllToAll, Collectives, Communicator, GatherShards, GatherWorkers, Requests, ShardMean
 from birder.kernels import weyl
 from birder.optim.base import BucketOptimizer, Plan, Unit
 from birder.optim.bit_exchange import CARRIED, Modulator, buffers, each_run, move, one_phase
@@ -75,6 +75,8 @@ class Birder(SeenMap, BucketOptimizer):
     handles_nonfinite: ClassVar[bool] = True
     read_in_update: ClassVar[frozenset[str]] = frozenset({"lr"})
     seen_by: ClassVar[str] = "b"
+    _option: Option | None = None
+    """What takes the place of the paper's exchange; chosen when the optimizer is bound."""
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class Birder(SeenMap, BucketOptimizer):
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "eps": eps, "beta2": beta2}
         super().__init__(params, defaults, **options)
         self.modulator = Modulator(reduce=reduce, errors="fp32", start="uniform", seed=self.seed)
+        self.draws = Draws(self.seed) if bits != "weyl" else Weyl(self.seed, reduce)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
@@ -109,69 +112,39 @@ class Birder(SeenMap, BucketOptimizer):
     def reads_parameters(self, step: int) -> bool:
         return not self.decoupled and any(group["weight_decay"] for group in self.param_groups)
 
-    @property
-    def mean_of_u(self) -> bool:
-        """Whether every rank keeps full moments, and a node of several ranks sends the mean of their u."""
-        return self.intra == "u" and self.comm.shards > 1
-
     def init_unit(self, unit: Unit) -> None:
-        unit.keep("m", "b", numel=unit.padded // (self.comm.shards if self.intra == "gradient" else 1))
+        comm = self.comm
+        self._option = option(self.bits, self.reduce, self.intra if comm.shards > 1 else "gradient")
+        kept = unit.padded // (comm.shards if self.intra == "gradient" else 1)
+        unit.keep("m", "b", numel=kept)
         self.init_seen(unit)
         if self.bits == "sigma_delta":
-            self.modulator.init_unit(unit, self.comm)
-        else:
-            unit.buffers = buffers(unit, self.comm)
+            self.modulator.init_unit(unit, comm)
+            return
+        unit.buffers = buffers(unit, comm)
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
-        comm = self.comm
         if not self.decoupled and unit.group["weight_decay"]:
             torch._foreach_add_(unit.views(grad), unit.params, alpha=unit.group["weight_decay"])
-        if self.bits == "none":
-            u = yield from self.ratio(unit, grad, step)  # (1)-(3)
-            rows = yield GatherWorkers(u.clone())  # the next unit may use the buffer
-            unit.result = yield GatherShards(Collectives.sum_of_rows(rows).div_(comm.workers))
-        elif self.bits == "sigma_delta":
-            u, modulator = (yield from self.ratio(unit, grad, step)), self.modulator
-            kernels.modulate(u, unit.state[modulator.name], **modulator.encoding(unit, comm, step))  # (4)
-            unit.result = yield from modulator.exchange(unit, comm, step)  # (5)
-        else:
-            bits = yield from self.encode(unit, grad, step)  # (1)-(4)
-            if self.reduce == "one_phase":
-                unit.result = yield from one_phase(unit, comm, self.draws(step, turn=step % comm.workers))  # (5)
-                return
-            rows = yield AllToAll(bits, unit.buffers["rows"])
-            runs, draws = unit.chunk_runs(comm), self.draws(step, shift=weyl.turned(step, by=weyl.ROOT))
-            chunk = each_run(kernels.reduce_bits, runs, rows, **draws, out=unit.buffers["chunk"])  # (5)
-            unit.result = yield AllGather(chunk, unit.buffers["result"])
+        if self._option is not None:
+            unit.result = yield from self._option(self, unit, grad, step)
+            return
+        g = yield ShardMean(grad)
+        bits = self.encode(unit, g, step)  # (1)-(4)
+        rows = yield AllToAll(bits, unit.buffers["rows"])
+        chunk = self.serve(unit, rows, step)  # (5)
+        unit.result = yield AllGather(chunk, unit.buffers["result"])
 
-    def ratio(self, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
-        """(1) to (3): this worker's u of this rank's shard, fp32[padded/shards]. Valid until the next request."""
-        m, b, averages = unit.state["m"], unit.state["b"], self.averages(unit.group, step)
-        if self.mean_of_u:
-            return (yield ShardMean(kernels.ratio(grad, m, b, **averages))).clamp_(-1.0, 1.0)
-        return kernels.ratio((yield ShardMean(grad)), m, b, **averages)
+    def encode(self, unit: Unit, g: Tensor, step: int) -> Tensor:
+        """(1) to (4) of this rank's shard: fp32[padded/shards] -> uint8[padded/(8 shards)]."""
+        tensors, options = (g, unit.state["m"], unit.state["b"]), self.averages(unit.group, step)
+        options |= self.draws.worker(self.comm, step)
+        return each_run(kernels.encode, unit.shard_runs(self.comm), *tensors, **options, out=unit.buffers["bits"])
 
-    def encode(self, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
-        """(1) to (4) of this rank's shard: fp32[padded] -> uint8[padded/(8 shards)]."""
-        runs, out = unit.shard_runs(self.comm), unit.buffers["bits"]
-        # In one phase only one worker's bit of each coordinate is taken: workers have the same draws.
-        apart = 0 if self.reduce == "one_phase" else self.comm.worker
-        draws = self.draws(step, shift=weyl.turned(step, worker=apart, workers=self.comm.workers))
-        draws["worker"] = 0 if self.bits == "weyl" else self.comm.worker
-        if self.mean_of_u:
-            u = yield from self.ratio(unit, grad, step)
-            return each_run(kernels.binarize, runs, u, **draws, out=out)
-        tensors = (yield ShardMean(grad)), unit.state["m"], unit.state["b"]
-        return each_run(kernels.encode, runs, *tensors, **self.averages(unit.group, step), **draws, out=out)
-
-    def draws(self, step: int, **turned: int) -> dict[str, int]:
-        """Options of kernels for Q's random numbers: new ones in each step.
-
-        With bits="weyl" they are drawn once, and `turned` in each step: thresholds are evenly spread over steps.
-        """
-        if self.bits == "weyl":
-            return {"seed": self.seed, "step": weyl.STEP, **turned}
-        return {"seed": self.seed, "step": step}
+    def serve(self, unit: Unit, rows: Tensor, step: int) -> Tensor:
+        """(5) of the chunk that this rank serves: uint8[workers, c] -> uint8[c]."""
+        runs, draws = unit.chunk_runs(self.comm), self.draws.server(step)
+        return each_run(kernels.reduce_bits, runs, rows, **draws, out=unit.buffers["chunk"])
 
     def averages(self, group: dict[str, Any], step: int) -> dict[str, Any]:
         """Options of `kernels.ratio` for (1) to (3), or for (2') and (3') with both corrections in two numbers."""
@@ -189,3 +162,98 @@ class Birder(SeenMap, BucketOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("beta2", None)  # state that was saved before there was one
+
+
+# ---- this project's options: each an exchange in the place of the paper's ---------------------------------------------
+
+Option = Callable[[Birder, Unit, Tensor, int], Requests[Tensor]]
+"""From a unit's gradient, in step t, to what (6) applies."""
+
+
+def option(bits: str, reduce: str, intra: str) -> Option | None:
+    """None: the paper's exchange; with bits="weyl" too, whose draws alone differ."""
+    if bits in ("none", "sigma_delta"):
+        return floats if bits == "none" else modulated
+    return in_one_phase if reduce == "one_phase" else of_node if intra == "u" else None
+
+
+class Draws:
+    """Where the random numbers of Q come from: options of the kernels. Independent in each step."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def worker(self, comm: Communicator, step: int) -> dict[str, int]:
+        return {"seed": self.seed, "step": step, "worker": comm.worker}
+
+    def server(self, step: int) -> dict[str, int]:
+        return {"seed": self.seed, "step": step}
+
+    def owner(self, comm: Communicator, step: int) -> dict[str, int]:
+        """Of one phase: which worker sends which word."""
+        return self.server(step)
+
+
+class Weyl(Draws):
+    """Drawn once, and turned in each step: thresholds are evenly spread over steps (birder/kernels/weyl.py)."""
+
+    def __init__(self, seed: int, reduce: str) -> None:
+        super().__init__(seed)
+        self.same_bits = reduce == "one_phase"
+
+    def worker(self, comm: Communicator, step: int) -> dict[str, int]:
+        apart = {} if self.same_bits else {"worker": comm.worker, "workers": comm.workers}
+        return {"seed": self.seed, "step": weyl.STEP, "worker": 0, "shift": weyl.turned(step, **apart)}
+
+    def server(self, step: int) -> dict[str, int]:
+        return {"seed": self.seed, "step": weyl.STEP, "shift": weyl.turned(step, by=weyl.ROOT)}
+
+    def owner(self, comm: Communicator, step: int) -> dict[str, int]:
+        return {"seed": self.seed, "step": weyl.STEP, "turn": step % comm.workers}
+
+
+def ratio(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """(1) to (3): this worker's u of this rank's shard, fp32[padded/shards]. Valid until the next request."""
+    m, b, averages = unit.state["m"], unit.state["b"], birder.averages(unit.group, step)
+    if birder.intra == "gradient" or birder.comm.shards == 1:
+        return kernels.ratio((yield ShardMean(grad)), m, b, **averages)
+    return (yield ShardMean(kernels.ratio(grad, m, b, **averages)))  # the mean over the node
+
+
+def encoded(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """(1) to (4), of u's mean over the node with intra="u"."""
+    if birder.intra == "gradient" or birder.comm.shards == 1:
+        return birder.encode(unit, (yield ShardMean(grad)), step)
+    runs, draws = unit.shard_runs(birder.comm), birder.draws.worker(birder.comm, step)
+    u = (yield from ratio(birder, unit, grad, step)).clamp_(-1.0, 1.0)
+    return each_run(kernels.binarize, runs, u, **draws, out=unit.buffers["bits"])
+
+
+def of_node(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """intra="u": every rank keeps full moments, and a node sends the mean of its ranks' u."""
+    bits = yield from encoded(birder, unit, grad, step)
+    rows = yield AllToAll(bits, unit.buffers["rows"])
+    return (yield AllGather(birder.serve(unit, rows, step), unit.buffers["result"]))  # (5)
+
+
+def in_one_phase(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """reduce="one_phase": (5) by one all-gather of a worker's share of words (birder/kernels/reference.py)."""
+    yield from encoded(birder, unit, grad, step)
+    return (yield from one_phase(unit, birder.comm, birder.draws.owner(birder.comm, step)))  # (5)
+
+
+def modulated(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """bits="sigma_delta": (4) and (5) by the sigma-delta quantizer (birder/optim/bit_exchange.py)."""
+    u = yield from ratio(birder, unit, grad, step)
+    if birder.intra == "u" and birder.comm.shards > 1:
+        u.clamp_(-1.0, 1.0)
+    modulator = birder.modulator
+    kernels.modulate(u, unit.state[modulator.name], **modulator.encoding(unit, birder.comm, step))
+    return (yield from modulator.exchange(unit, birder.comm, step))
+
+
+def floats(birder: Birder, unit: Unit, grad: Tensor, step: int) -> Requests[Tensor]:
+    """bits="none": the workers' mean of u, added up in their order: fp32[padded]."""
+    u = yield from ratio(birder, unit, grad, step)
+    rows = yield GatherWorkers(u.clone())  # the next unit may use the buffer
+    return (yield GatherShards(Collectives.sum_of_rows(rows).div_(birder.comm.workers)))
