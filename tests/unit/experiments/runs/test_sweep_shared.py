@@ -47,7 +47,7 @@ from experiments.runs import start, study
 from tests.unit.experiments.runs.test_sweep_shared import leave_record
 
 number = iter(range(100))
-def launch(composed, *, command, group):
+def launch(composed, *, group):
     time.sleep(0.3)
     leave_record(composed.overrides, Path(sys.argv[2]), f"p{os.getpid()}-{next(number)}")
 start.launch, tables.write, study.POLL_S = launch, lambda *_: None, 0.05
