@@ -9,6 +9,7 @@ import re
 import tomllib
 
 from experiments.records.record import ROOT
+from tests.helpers.mutations import FAULTS, stale
 
 HOUSE = ROOT / "experiments"
 COMMANDS = sorted(p.stem for p in HOUSE.glob("*.py") if not p.stem.startswith("_"))
@@ -54,3 +55,7 @@ def test_newcomers_find_what_they_look_for_where_the_architecture_says() -> None
         text = "\n".join(file.read_text(encoding="utf-8") for file in files)
         for name in (part for word in words if "/" not in word for part in word.split(".")):
             assert re.search(rf"^\s*(def|class) {name}\b", text, re.MULTILINE), name
+
+
+def test_what_make_mutants_puts_faults_in_is_the_code_of_today() -> None:
+    assert stale(FAULTS) == []

@@ -180,8 +180,8 @@ FAULTS = [
     fault(
         "parts of servers in the order of ranks",
         "checkpoint/elastic.py",
-        "(shard * self.workers + worker) * self.size",
-        "(worker * self.shards + shard) * self.size",
+        "shard * self.workers + worker if self.rule",
+        "worker * self.shards + shard if self.rule",
         f"{DISTRIBUTED}elastic.py",
     ),
     fault(
@@ -256,11 +256,16 @@ def found(fault: Fault, folder: Path) -> str:
     return failed[0].split(" - ")[0].partition(" ")[2] if failed else "failed"
 
 
+def stale(faults: list[Fault]) -> list[str]:
+    """What is wrong with faults that cannot be put in."""
+    wrong = [f for f in faults if (ROOT / "birder" / f.file).read_text().count(f.right) != 1]
+    return [f"{f.name}: birder/{f.file} does not hold this once: {f.right}" for f in wrong]
+
+
 def main(names: list[str]) -> int:
     chosen = [f for f in FAULTS if not names or f.name in names]
-    stale = [f for f in chosen if (ROOT / "birder" / f.file).read_text().count(f.right) != 1]
-    if stale:
-        sys.exit("\n".join(f"{f.name}: birder/{f.file} does not hold this once: {f.right}" for f in stale))
+    if wrong := stale(chosen):
+        sys.exit("\n".join(wrong))
     lived = 0
     print("| fault | in birder/ | found by | s |\n|---|---|---|--:|")
     with tempfile.TemporaryDirectory() as folder:
