@@ -63,7 +63,13 @@ class Wikipedia(Corpus, Bert):
 
     def examples(self, sequences: Tensor) -> Tensor:
         """Masked once, the same for every number of ranks."""
-        return self.masked(sequences, generator("validation mask"))
+        masked = self.masked(sequences, generator("validation mask"))
+        if (masked[1] == IGNORED).all():
+            raise UserError(
+                f"workload.model: the tokenizer of {self.model} knows no word at the end of {self.data_name}: give a model "
+                "of the text's language"
+            )
+        return masked
 
     def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
         return self.masked(self._train[indices], generator("mask", *key)).to(shard.device)

@@ -237,6 +237,15 @@ def test_wikipedia_bad_input(tmp_path: Path) -> None:
             Wikipedia(**options)  # type: ignore[arg-type]
 
 
+def test_a_text_in_letters_that_the_tokenizer_does_not_know(wiki: Wikipedia, tmp_path: Path) -> None:
+    folder, text = tmp_path / "model", tmp_path / "text.txt"
+    wiki.tokenizer.save_pretrained(folder)
+    wiki.build_model().save_pretrained(folder)
+    text.write_text("\u4f60\u597d\u4e16\u754c " * 2000, encoding="utf-8")
+    with pytest.raises(UserError, match="knows no word"):
+        Wikipedia(model=str(folder), data_path=str(text), seq_len=42).prepare(Shard())
+
+
 def test_a_byte_order_mark_is_no_word(tmp_path: Path) -> None:
     """As some editors put it at the head of a text."""
     mark = b"\xef\xbb\xbf"
