@@ -204,6 +204,7 @@ FAULTS = [
         "comm/communicator.py",
         "out.view(self.shards, -1)[self.shard]",
         "out.view(self.shards, -1)[0]",
+        f"{UNIT}comm/test_communicator.py",
         f"{DISTRIBUTED}contract.py",
     ),
 ]
