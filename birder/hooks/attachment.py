@@ -294,9 +294,10 @@ def unwrap_method(optimizer: Any) -> BucketOptimizer:
     """The same, and one of this package. Raises TypeError for any other."""
     inner = unwrap_optimizer(optimizer)
     if not isinstance(inner, BucketOptimizer):
-        raise TypeError(
-            f"attach needs an optimizer of the birder package, got {type(inner).__name__}: of a wrapper give the one inside"
-        )
+        kind, advice = type(inner).__name__, "of a wrapper give the one inside"
+        if kind == "ZeroRedundancyOptimizer":  # the one inside has a part of the parameters, another one on every rank
+            advice = "it gives each rank some of the parameters, a method needs them all; to divide its state use FSDP2"
+        raise TypeError(f"attach needs an optimizer of the birder package, got {kind}: {advice}")
     return inner
 
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
@@ -134,6 +135,20 @@ def without_buckets(rank: int, world: int) -> list[str]:
             said.append(str(e))
         attach(DistributedDataParallel(model), optimizer)  # the refusal has not bound it
     return said
+
+
+def divided_by_zero_redundancy(rank: int, world: int) -> str:
+    model = toy.make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), birder.Birder, lr=0.01)
+    with pytest.raises(TypeError) as caught:
+        attach(DistributedDataParallel(model), optimizer)
+    return str(caught.value)
+
+
+def test_an_optimizer_whose_parameters_are_divided_between_ranks_is_refused() -> None:
+    for said in run_ranks(divided_by_zero_redundancy, 2):
+        assert "each rank some of the parameters" in said
+        assert "FSDP2" in said
 
 
 def test_ddp_that_gives_hooks_no_buckets_is_refused() -> None:
