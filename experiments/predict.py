@@ -218,7 +218,9 @@ def answer(q: Question, options: argparse.Namespace) -> None:
                 t, there, q.methods, costs, layout, local_steps=q.local_steps, plan=plan, unsure=m.unsure
             )
             for name, rate in found_rates.items():
-                print(f"{name:32} {'never' if rate is None else f'below {rate:.3g} Gbit/s'}")
+                needed = 0.0 if m.saved_bytes is None else plan.memory_gb(t, there, METHODS[name], m.saved_bytes)
+                over = f"; does not fit: {needed:.3g} of {m.gpu.gb:g} GB" if m.gpu and needed > m.gpu.gb else ""
+                print(f"{name:32} {'never' if rate is None else f'below {rate:.3g} Gbit/s'}{over}")
         else:
             from experiments.report import answered
 

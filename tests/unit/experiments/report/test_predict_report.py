@@ -122,6 +122,19 @@ def test_questions_are_answered(arguments: list[str], words: str, capsys: pytest
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_crossovers_say_what_does_not_fit_as_the_main_answer_does(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["model=params:3B layers=32 width=2560 vocab=50k", "gpu=h100", "batch=4", "seq=1024"]
+    asked += ["methods=bf16,birder,sigma_delta,zero_one_adam"]
+    assert entry.main([*asked, "--json"]) == 0
+    needed = {row["method"]: row["memory_gb"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert needed["birder"] < 80 < needed["sigma_delta"] < needed["zero_one_adam"]
+    assert entry.main([*asked, "--crossover"]) == 0
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert "fit" not in said["birder"]
+    for name in ("sigma_delta", "zero_one_adam"):
+        assert said[name].endswith(f"does not fit: {needed[name]:.3g} of 80 GB")
+
+
 @pytest.mark.parametrize("more", [["gpu=a10"], ["compiled=true"], ["gpu=a100-40gb"], ["batch=33"]])
 def test_a_recorded_timeline_answers_for_nothing_else(more: list[str]) -> None:
     asked = ["model=resnet50", "batch=32", "precision=tf32"]
