@@ -16,6 +16,7 @@ from experiments.records.record import ResultRecord
 from experiments.report.accuracy import AccuracyTable, full_precision
 from experiments.report.comparison import Cell
 from experiments.report.curves import baseline
+from experiments.report.differences import grouped
 from experiments.report.formats import metric_axis, metric_unit
 from experiments.report.methods_table import Line, MethodsTable
 from experiments.report.metrics import BETTER, OPEN, PARITY, WORSE, Difference, difference
@@ -62,16 +63,16 @@ class Panel:
 
 
 def chosen(studies: Studies) -> list[AccuracyTable]:
-    """Of each experiment the longest study; of several the one with most methods, then with most seeds, then most runs."""
-    return [max(every, key=_weight) for every in studies.values()]
+    """Of each task the longest study; of several the one with most methods, then with most seeds, then most runs."""
+    return [max(every, key=_weight) for every in _of_tasks(studies)]
 
 
 def shown(studies: Studies) -> list[AccuracyTable]:
-    """The `chosen` studies, each with others of its experiment that are as long: those to the same baseline with another
+    """The `chosen` studies, each with others of its task that are as long: those to the same baseline with another
     number of workers and at least half as many methods, and the weightiest one with more methods, to another baseline or of
     another number of workers. Each table once."""
     found: dict[str, AccuracyTable] = {}
-    for first, every in zip(chosen(studies), studies.values(), strict=True):
+    for first, every in zip(chosen(studies), _of_tasks(studies), strict=True):
         others = sorted((t for t in every if _length(t) >= _length(first)), key=_weight)
         scaled = [t for t in others if _baseline(t) == _baseline(first) and t.setting.workers != first.setting.workers]
         scaled = [t for t in scaled if 2 * len(_methods(t)) >= len(_methods(first))]
@@ -81,6 +82,11 @@ def shown(studies: Studies) -> list[AccuracyTable]:
         more = [t for t in elsewhere if _methods(t) - _methods(first)][-1:]
         found |= {t.slug: t for t in (first, *scaled, *more)}
     return list(found.values())
+
+
+def _of_tasks(studies: Studies) -> list[list[AccuracyTable]]:
+    """The studies of each task: an experiment may have several (GLUE's)."""
+    return [of_one for every in studies.values() for of_one in grouped(every, lambda t: t.task).values()]
 
 
 def _baseline(table: AccuracyTable) -> str | None:

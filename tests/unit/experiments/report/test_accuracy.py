@@ -341,6 +341,10 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     assert len(gaps.panels(accuracy_page.studies([*made, *wide, *nodes]))) == 1  # as many workers, in another shape
     shorter = [dataclasses.replace(r, config=r.config | {"train": r.config["train"] | {"max_steps": 6}}) for r in same]
     assert len(gaps.panels(accuracy_page.studies([*made, *shorter]))) == 1
+    # Each task of an experiment that has several, however few its methods.
+    task = [dataclasses.replace(r, id=f"t{r.id}", data=r.data | {"name": "GLUE CoLA"}) for r in same]
+    titles = [panel.title for panel in gaps.panels(accuracy_page.studies([*made, *wide, *task]))]
+    assert sorted(titles) == ["GLUE CoLA, 12 steps, 4 workers", "digits, 12 steps, 8 workers"]
     alone = [on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1), on_virtual_workers(8, "Birder", 95.0, 0, 0.1)]
     assert plots.accuracies(accuracy_page.studies(alone)) is None  # one seed has no interval
 
