@@ -48,19 +48,24 @@ def describe(file: Path, nodes: int = 3) -> None:
     network.cut(1)
     shown["cut"] = [_reaches(0, 1), _reaches(0, 2)]
     network.mend(1)
-    shown["mended"] = [_reaches(0, 1), _reaches(1, 2)]
+    # On a loaded machine a link that comes up may lose the first packets, also those that ask for an address.
+    shown["mended"] = [_reaches(0, 1, within_s=60), _reaches(1, 2, within_s=60)]
     file.write_text(json.dumps(shown))
 
 
-def _reaches(source: int, target: int) -> bool:
+def _reaches(source: int, target: int, within_s: float = 3) -> bool:
     with network.inside(target):
         listener = socket.create_server((network.address(target), 0))
+    deadline = time.monotonic() + within_s
     with listener, network.inside(source):
-        try:
-            socket.create_connection(listener.getsockname(), timeout=3).close()
-        except OSError:
-            return False
-        return True
+        while True:
+            try:
+                socket.create_connection(listener.getsockname(), timeout=3).close()
+            except OSError:
+                if time.monotonic() >= deadline:
+                    return False
+            else:
+                return True
 
 
 def processes(file: Path) -> None:
