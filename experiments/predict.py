@@ -46,6 +46,7 @@ from birder.predict import METHODS, NVLINK, Cluster, Costs, Layout, Link, Timeli
 from birder.predict.gpus import GPU, UNSURE
 from birder.predict.layouts import TrainingPlan
 from birder.predict.methods import every
+from birder.predict.table import digits
 from experiments.cells import timelines
 from experiments.config import question
 from experiments.config.question import Question
@@ -217,10 +218,12 @@ def answer(q: Question, options: argparse.Namespace) -> None:
             found_rates = crossover(
                 t, there, q.methods, costs, layout, local_steps=q.local_steps, plan=plan, unsure=m.unsure
             )
+            specs = plan.choose(list(found_rates), there)
+            memory = answers.memory_of(t, there, specs, plan, m.gpu, m.saved_bytes)
             for name, rate in found_rates.items():
-                needed = 0.0 if m.saved_bytes is None else plan.memory_gb(t, there, METHODS[name], m.saved_bytes)
-                over = f"; does not fit: {needed:.3g} of {m.gpu.gb:g} GB" if m.gpu and needed > m.gpu.gb else ""
-                print(f"{name:32} {'never' if rate is None else f'below {rate:.3g} Gbit/s'}{over}")
+                needed = memory.get(name, 0.0)
+                over = f"; does not fit: {digits(needed, 3)} of {m.gpu.gb:g} GB" if m.gpu and needed > m.gpu.gb else ""
+                print(f"{name:32} {'never' if rate is None else f'below {digits(rate, 3)} Gbit/s'}{over}")
         else:
             from experiments.report import answered
 

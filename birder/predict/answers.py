@@ -110,7 +110,7 @@ class Answer:
         p, best, far = self.prediction, self.best, self.far
         bf16, said = p["bf16"].ms, []
         if self.gpu and not any(self.fits(r.name) for r in p.rows):
-            there = f"{min(self.memory.values()):.3g} GB of {self.gpu.gb:g} GB on a {self.gpu.label}"
+            there = f"{digits(min(self.memory.values()), 3)} GB of {self.gpu.gb:g} GB on a {self.gpu.label}"
             more = "Shard it (sharding=hsdp), or take a smaller batch or checkpointing=true."
             said.append(f"It does not fit: {there}. {more}")
         if self.plan.sharding == "fsdp":
@@ -230,10 +230,22 @@ def answer(
         predict(timeline.scaled(f), cluster, names, costs, local_steps=local_steps, plan=plan)
         for f in (1, 1 - unsure, 1 + unsure)
     ]
-    memory = {}
-    if gpu is not None and saved_bytes is not None:
-        memory = {r.name: plan.memory_gb(timeline, cluster, r.method, saved_bytes) for r in made[0].rows}
+    memory = memory_of(timeline, cluster, [r.method for r in made[0].rows], plan, gpu, saved_bytes)
     return Answer(made[0], tuple(made[1:]) if unsure else (), plan, gpu, memory, lost or {})
+
+
+def memory_of(
+    timeline: Timeline,
+    cluster: Cluster,
+    methods: Sequence[MethodSpec],
+    plan: TrainingPlan,
+    gpu: GPU | None,
+    saved_bytes: float | None,
+) -> dict[str, float]:
+    """`memory` of an Answer: none without a GPU's data sheet, or where `saved_bytes` is not known."""
+    if gpu is None or saved_bytes is None:
+        return {}
+    return {m.name: plan.on(cluster).memory_gb(timeline, cluster, m, saved_bytes) for m in methods}
 
 
 def _names(methods: Sequence[str] | None, cluster: Cluster, plan: TrainingPlan, local_steps: int | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,11 @@ def test_crossovers_say_what_does_not_fit_as_the_main_answer_does(capsys: pytest
     assert "fit" not in said["birder"]
     for name in ("sigma_delta", "zero_one_adam"):
         assert said[name].endswith(f"does not fit: {needed[name]:.3g} of 80 GB")
+    large = ["model=params:80B layers=80 width=8192 vocab=50k", *asked[1:4]]
+    for more in (["--crossover"], []):
+        assert entry.main([*large, "methods=birder", *more]) == 0
+        out = capsys.readouterr().out
+        assert re.search(r"does not fit: 1\d{3}( GB)? of 80 GB", out), out
 
 
 @pytest.mark.parametrize("more", [["gpu=a10"], ["compiled=true"], ["gpu=a100-40gb"], ["batch=33"]])
