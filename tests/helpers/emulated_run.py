@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ if not __package__:
 
 from launch import process
 from launch.emulated import measure, network, sandbox
+from tests.helpers.waiting import until
 
 RATE = 200.0  # Mbit/s
 
@@ -49,23 +51,21 @@ def describe(file: Path, nodes: int = 3) -> None:
     shown["cut"] = [_reaches(0, 1), _reaches(0, 2)]
     network.mend(1)
     # On a loaded machine a link that comes up may lose the first packets, also those that ask for an address.
-    shown["mended"] = [_reaches(0, 1, within_s=60), _reaches(1, 2, within_s=60)]
+    shown["mended"] = [
+        until(partial(_reaches, *pair), f"a connection of {pair}", within_s=60) for pair in ((0, 1), (1, 2))
+    ]
     file.write_text(json.dumps(shown))
 
 
-def _reaches(source: int, target: int, within_s: float = 3) -> bool:
+def _reaches(source: int, target: int) -> bool:
     with network.inside(target):
         listener = socket.create_server((network.address(target), 0))
-    deadline = time.monotonic() + within_s
     with listener, network.inside(source):
-        while True:
-            try:
-                socket.create_connection(listener.getsockname(), timeout=3).close()
-            except OSError:
-                if time.monotonic() >= deadline:
-                    return False
-            else:
-                return True
+        try:
+            socket.create_connection(listener.getsockname(), timeout=3).close()
+        except OSError:
+            return False
+        return True
 
 
 def processes(file: Path) -> None:
