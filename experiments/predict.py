@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import shlex
@@ -42,7 +43,20 @@ if not __package__:  # run as a script
 
 import yaml
 
-from birder.predict import METHODS, NVLINK, Cluster, Costs, Layout, Link, Timeline, answers, crossover, gpus, sweep
+from birder.predict import (
+    METHODS,
+    NVLINK,
+    Cluster,
+    Costs,
+    Layout,
+    Link,
+    Prediction,
+    Timeline,
+    answers,
+    crossover,
+    gpus,
+    sweep,
+)
 from birder.predict.gpus import GPU, UNSURE
 from birder.predict.layouts import TrainingPlan
 from birder.predict.methods import every
@@ -74,6 +88,7 @@ SHOWN = (
     "birder",
     "birder_hierarchical",
     "birder_one_phase_hierarchical",
+    "sigma_delta_hierarchical",
     "none",
 )
 """Methods of a sweep when none are named."""
@@ -90,6 +105,11 @@ class AskedModel:
     @property
     def unsure(self) -> float:
         return 0.0 if self.saved_bytes is None else UNSURE
+
+    def fits(self, plan: TrainingPlan, p: Prediction, name: str) -> bool:
+        """Whether the GPU has the memory for a method of a prediction, as far as that is known."""
+        needed = answers.memory_of(self.timeline, p.cluster, [p[name].method], plan, self.gpu, self.saved_bytes)
+        return self.gpu is None or needed.get(name, 0.0) <= self.gpu.gb
 
 
 def model_of(q: Question) -> AskedModel:
@@ -211,9 +231,10 @@ def answer(q: Question, options: argparse.Namespace) -> None:
             from experiments.report import prediction_plots
 
             found = sweep(t, there, options.sweep, values, names, costs, layout, local_steps=q.local_steps, plan=plan)
-            print(prediction_plots.sweep_table(found, options.sweep))
+            fits = functools.partial(m.fits, plan)
+            print(prediction_plots.sweep_table(found, options.sweep, fits, m.gpu))
             path = options.out or Path(f"predict_{t.name}_{options.sweep}.png")
-            print(f"plot {prediction_plots.draw_sweep(found, options.sweep, path)}")
+            print(f"plot {prediction_plots.draw_sweep(found, options.sweep, path, fits)}")
         elif options.crossover:
             found_rates = crossover(
                 t, there, q.methods, costs, layout, local_steps=q.local_steps, plan=plan, unsure=m.unsure

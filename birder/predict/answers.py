@@ -110,7 +110,7 @@ class Answer:
         p, best, far = self.prediction, self.best, self.far
         bf16, said = p["bf16"].ms, []
         if self.gpu and not any(self.fits(r.name) for r in p.rows):
-            there = f"{digits(min(self.memory.values()), 3)} GB of {self.gpu.gb:g} GB on a {self.gpu.label}"
+            there = f"{digits(min(self.memory.values()), 3)} GB of {self.gpu.gb:g} GB on one {self.gpu.label}"
             more = "Shard it (sharding=hsdp), or take a smaller batch or checkpointing=true."
             said.append(f"It does not fit: {there}. {more}")
         if self.plan.sharding == "fsdp":

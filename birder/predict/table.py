@@ -224,14 +224,14 @@ def _bounded(p: Prediction, name: str) -> bool:
     return p[name].step.ms <= (1 + NEAR) * p["none"].ms
 
 
-def decide(p: Prediction) -> tuple[str | None, str]:
-    """(`Prediction.winner`, one sentence), by `advised`."""
+def decide(p: Prediction, fits: Callable[[str], bool] = lambda name: True) -> tuple[str | None, str]:
+    """(`Prediction.winner` of the methods that fit, one sentence), by `advised`."""
     if not (p.has("bf16") and p.has("none")):
         best = min((r for r in p.rows if r.name != "none"), key=lambda r: r.ms, default=None)
         if best is None:
             return None, "nothing was predicted."
         return best.name, f"{best.method.label} is the fastest: {digits(best.ms)} ms a step."
-    best, pays = advised((p,))
+    best, pays = advised((p,), fits=fits)
     why = no_gain(p, best)
     if why:
         return "bf16", f"do not compress: {why}."

@@ -126,7 +126,7 @@ def interval(
 def plain(axis: Axis) -> None:
     """1, 2, 5, 10, 20, ... on a logarithmic axis."""
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_major_formatter(StrMethodFormatter("{x:.10g}"))
     axis.set_minor_formatter(NullFormatter())
 
 

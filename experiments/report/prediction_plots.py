@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 from birder.predict import METHODS, Prediction
+from birder.predict.gpus import GPU
+from birder.predict.table import decide
 from experiments.records.record import write_file
 from experiments.report import figure
-from experiments.report.formats import number, times
+from experiments.report.formats import number
 from experiments.report.sentences import MODELS, say
-from experiments.report.table import Table
+from experiments.report.table import Note, Table
 
 MARK = "Made by experiments/predict.py"
+Fits = Callable[[Prediction, str], bool]
+"""Whether a method, by its name, has the memory that it needs on a prediction's cluster."""
 COLOURS = {
     "fp32": "#4477aa",
     "bf16": "#66ccee",
@@ -27,19 +32,33 @@ COLOURS = {
 }
 
 
-def sweep_table(found: Sequence[Prediction], over: str) -> str:
-    """Step times in ms: a row for each value, a column for each method."""
-    names = [r.name for r in found[0].rows]
-    head = [over, *(METHODS[n].label for n in names)]
-    rows = [[f"{_value(p, over):g}", *(number(p[n].ms) for n in names)] for p in found]
-    return Table.text(head, rows).drawn()
+def sweep_table(found: Sequence[Prediction], over: str, fits: Fits, gpu: GPU | None = None) -> str:
+    """Step times in ms: a row for each value, a column for each method. What matters least stands last, where a narrow
+    terminal leaves it out.
+
+    gpu: the one whose memory does not do for some of them, marked `!`.
+    """
+    rows = [r.method for r in found[0].rows]
+    names = [m.name for m in sorted(rows, key=lambda m: (not m.dense, m.name == "none", not m.hierarchical))]
+    too_full = [n for n in names if not all(fits(p, n) for p in found)]
+    head = [over, *(METHODS[n].label + " !" * (n in too_full) for n in names)]
+    times = [[f"{_value(p, over):g}", *(number(p[n].ms) for n in names)] for p in found]
+    notes = [Note(f"{point(found, over, fits)}.", "strong"), Note(_setting(found[0], over))]
+    notes += Note.of(say("too_full", gpu=gpu if too_full else None), kind="caution")
+    return Table.text(head, times, title="Predicted step, ms", notes=tuple(notes)).drawn()
 
 
 def _value(p: Prediction, over: str) -> float:
     return p.cluster.nic_gbps if over == "gbps" else p.cluster.nodes
 
 
-def draw_sweep(found: Sequence[Prediction], over: str, path: Path) -> Path:
+def _setting(p: Prediction, over: str) -> str:
+    return say(
+        "sweep_setting", c=p.cluster, t=p.timeline, over=over, model=MODELS.get(p.timeline.model, p.timeline.model)
+    )
+
+
+def draw_sweep(found: Sequence[Prediction], over: str, path: Path, fits: Fits = lambda p, name: True) -> Path:
     """Step times over link rates or nodes, with their intervals: small multiples, fp32 and the bound in each."""
     with figure.styled():
         every = [row.name for row in found[0].rows]
@@ -64,15 +83,13 @@ def draw_sweep(found: Sequence[Prediction], over: str, path: Path) -> Path:
             figure.plain(axes.yaxis)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
         grid[0].set_ylabel("predicted step, ms")
-        t, c = found[0].timeline, found[0].cluster
-        setting = say("sweep_setting", c=c, t=t, over=over, model=MODELS.get(t.model, t.model))
-        figure.head(picture, point(found, over), setting)
+        figure.head(picture, point(found, over, fits), _setting(found[0], over))
         drawn = [[x, [[row.name, row.ms] for row in p.rows]] for p in found]
         write_file(path, figure.png(picture, drawn, MARK), "the plot")
         return path
 
 
-def point(found: Sequence[Prediction], over: str) -> str:
+def point(found: Sequence[Prediction], over: str, fits: Fits) -> str:
     """What the first and the last value have come to, in one sentence."""
     said = []
     for p in (found[0], found[-1]):
@@ -80,11 +97,11 @@ def point(found: Sequence[Prediction], over: str) -> str:
         where = f"on {nodes}" if over == "nodes" else f"at {p.cluster.nic_gbps:g} Gbit/s"
         if p.cluster.nodes == 1:
             said.append(f"{where} compression gains nothing")
-        elif p.winner is None:
+        elif (best := decide(p, functools.partial(fits, p))[0]) is None:
             said.append(f"{where} nothing is decided")
         else:
-            gain = f"{times(p.speedup(p.winner)[0])} as fast as fp32" if p.has("fp32") else "the fastest"
-            said.append(f"{where} {p[p.winner].method.label} is predicted to be {gain}")
+            gain = f"{number(p.speedup(best)[0])}x as fast as fp32" if p.has("fp32") else "the fastest"
+            said.append(f"{where} {p[best].method.label} is predicted to be {gain}")
     text = "; ".join(said)
     return text[0].upper() + text[1:]
 

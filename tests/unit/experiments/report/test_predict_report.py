@@ -159,6 +159,21 @@ def test_a_sweeps_rates_are_those_of_cluster_gbps(tmp_path: Path, capsys: pytest
     assert [cell.strip() for cell in line.split("│")[2:4]] == [number(ms[name]) for name in ("bf16", "none")]
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "hsdp"])
+def test_a_sweep_says_what_does_not_fit_and_advises_none_of_it(
+    sharding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of which a GPU holds no whole copy, and that sharded over eight of them fits."""
+    asked = ["model=hf:llama-3.1-8b", "gpu=h100", "batch=1", "seq=4096", "cluster.nodes=4", f"sharding={sharding}"]
+    assert entry.main([*asked, "--sweep", "gbps", "--out", str(tmp_path / "x.png")]) == 0
+    out = capsys.readouterr().out
+    said, heading = out.split("┏")[0], out.split("┏")[1].split("┡")[0]
+    assert "ms" in said
+    assert ("nothing is decided" in said) == (sharding == "ddp")
+    assert ("more than the 80 GB" in out) == (sharding == "ddp")
+    assert heading.count("!") == (len(entry.SHOWN) if sharding == "ddp" else 0)
+
+
 def test_gpu_rate_scales_what_is_counted_and_keeps_the_gpu_that_was_recorded() -> None:
     toy = ["model=tests.helpers.toy_module:make", "batch=4"]
     one, two = (entry.model_of(entry.ask([*toy, f"gpu_rate={rate}"])).timeline for rate in (1, 2))
