@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,8 +98,9 @@ def headline(composed: Composed, workload: Workload) -> str:
     whose = "The paper's setting" if any(published.quoted(exp, k) for k in ("speedup", "accuracy")) else "The full run"
     nodes_given = "cluster.nodes" in map(compose.key_of, composed.overrides)
     command = make_command(exp) + (f" NODES={resolved['cluster']['nodes']}" if nodes_given else "") + " SCALE=paper"
-    if "data_path" in resolved["workload"] and resolved["data"]["path"] is None:
-        command += " DATA=/path/to/data"
+    if "data_path" in resolved["workload"]:
+        path = resolved["data"]["path"]
+        command += " DATA=" + ("/path/to/data" if path is None else shlex.quote(path))
     return f"{said}\n{whose}: {command}"
 
 

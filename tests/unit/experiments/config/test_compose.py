@@ -338,6 +338,16 @@ def test_headline_says_what_it_is() -> None:
         assert words in line
 
 
+def test_headline_keeps_the_data_that_were_given(tmp_path: Path) -> None:
+    folder = tmp_path / "my text"
+    folder.mkdir()
+    for part in ("train", "valid"):
+        (folder / f"{part}.txt").write_text("a b c\n" * 50)
+    made = compose.compose(["+exp=ptb", f"data.path='{folder}'", "scale=quick"])
+    line = start.headline(made, compose.check(made))
+    assert line.endswith(f": make ptb SCALE=paper DATA='{folder}'")
+
+
 def test_headline_of_a_run_that_no_file_describes() -> None:
     made = compose.compose(["workload=digits", "scale=quick"])
     line = start.headline(made, compose.check(made))
