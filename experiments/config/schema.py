@@ -151,7 +151,7 @@ class Config(Section):
     )
     run_name: Name | None = doc("folder of the run below output_dir; null: a new one")
     timeline: Text | None = doc("the GPU that an emulated cluster stands for: a file of results/timelines")
-    compare: Variants = doc("variants that experiments/compare.py runs one after the other")
+    compare: Variants = doc("variants that experiments/compare.py compares")
     tune: Rates | None = doc("learning rates from which experiments/all_methods.py chooses")
     evaluate: Switch = doc("false: measure only, evaluate nothing", True)
     data: Data = doc("the data set")
