@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TextIO
 
 LISTED = 180
@@ -81,6 +83,18 @@ def shortened(text: str, longest: int = 60) -> str:
 def escaped(text: str) -> str:
     """`text` without line breaks and control characters."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def typed_path(path: Path) -> str:
+    """A path as the user would type it: relative where it lies below the working directory."""
+    return shlex.quote(os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path))
+
+
+def program(name: str) -> str:
+    """A program of this environment as the user would type it: by its path where a shell finds another one, or none."""
+    own, found = Path(sys.executable).with_name(name), shutil.which(name)
+    there = found is not None and Path(found).parent == own.parent
+    return name if there or not own.exists() else typed_path(own)
 
 
 def there_are(wrong: str, known: Iterable[str], or_else: str = "") -> str:

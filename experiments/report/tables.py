@@ -33,6 +33,7 @@ from experiments.report import (
 from experiments.report.formats import DASH
 from experiments.report.table import Table, terminal
 from launch.errors import UserError
+from launch.words import program
 
 
 def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, bytes]:
@@ -152,7 +153,7 @@ def print_group(
             console.print(f"{what + ':':<8}{path}", soft_wrap=True, markup=False, highlight=False)
     if not verbose:
         folder = "" if str(results) == LOCAL else f" --results {shlex.quote(str(results))}"
-        again = f"python experiments/tables.py{folder} --group {group} --verbose"
+        again = f"{program('python')} experiments/tables.py{folder} --group {group} --verbose"
         console.print("more:   " + again, style="dim", soft_wrap=True, markup=False, highlight=False)
     return printed
 

@@ -87,9 +87,9 @@ def parser(doc: str | None, overrides: str = "") -> argparse.ArgumentParser:
     return made
 
 
-def typed(script: str, arguments: list[str]) -> str:
-    """The command line as the user would type it again."""
-    return shlex.join(["python", f"experiments/{script}.py", *arguments])
+def typed(script: str, arguments: list[str], python: str = "python") -> str:
+    """The command line as the user would type it again. python: that of this environment, quoted."""
+    return python + " " + shlex.join([f"experiments/{script}.py", *arguments])
 
 
 def names(option: str | None) -> list[str] | None:

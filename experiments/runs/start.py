@@ -24,7 +24,7 @@ from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
 from launch.spec import RunSpec
-from launch.words import say
+from launch.words import program, say
 
 if TYPE_CHECKING:
     from experiments.workloads.base import Workload
@@ -83,7 +83,7 @@ def how_to_resume(spec: RunSpec) -> str:
     if not (steps := saved_steps(spec)):
         return "no checkpoint was saved: checkpoint.every=N saves one every N steps"
     kept = [o for o in spec.overrides if compose.key_of(o) not in ("run_name", "resume")]
-    again = typed("run", [*kept, f"run_name={spec.path.name}", "resume=auto"])
+    again = typed("run", [*kept, f"run_name={spec.path.name}", "resume=auto"], program("python"))
     return f"a checkpoint of step {steps[-1]} is saved; to resume:\n  {again}"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from experiments.records import privacy
-from experiments.tracking.tracked import About, Cell, TrackedRun, shown
+from experiments.tracking.tracked import About, Cell, TrackedRun
+from launch.words import program, typed_path
 
 SERVICE = "TensorBoard"
 
@@ -32,7 +33,7 @@ class TensorBoardRun(TrackedRun):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = about.folder / "tensorboard"
-        super().__init__(f"{SERVICE}: tensorboard --logdir {shown(folder)}")
+        super().__init__(f"{SERVICE}: {program('tensorboard')} --logdir {typed_path(folder.resolve())}")
         self._step = about.start
         self._writer = SummaryWriter(str(folder), purge_step=about.start + 1)  # also where a run begins again
         config = yaml.safe_dump(privacy.clean(dict(about.config), Path.cwd()), sort_keys=False)

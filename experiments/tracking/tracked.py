@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -113,9 +112,3 @@ def warn(service: str, why: object) -> None:
     """One line on stderr; of a rank, whose stderr is its log, where its other lines for the user go."""
     text = " ".join(str(why).split())
     say(f"warning: {service}: {text}", sys.stdout if "RANK" in os.environ else sys.stderr)
-
-
-def shown(path: Path) -> str:
-    """A path as the user would type it: relative where it lies below the working directory."""
-    path = path.resolve()
-    return shlex.quote(os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path))

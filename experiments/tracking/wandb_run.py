@@ -20,7 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from experiments.records import privacy
-from experiments.tracking.tracked import About, Cell, TrackedRun, shown
+from experiments.tracking.tracked import About, Cell, TrackedRun
+from launch.words import program, typed_path
 
 SERVICE = "W&B"
 INIT_S = 30.0
@@ -115,11 +116,14 @@ class WandbRun(TrackedRun):
             self.line = f"{SERVICE}: {self._run.url}"
         else:
             reason = f"{why}: " if why else ""
-            self.line = f"{SERVICE}: {reason}recorded offline; to send it:\n  wandb sync {shown(self._folder)}"
+            self.line = f"{SERVICE}: {reason}recorded offline; to send it:\n  {self._sync()}"
         self.active = True
 
     def resume_hint(self) -> str:
-        return f"; to send the rest: wandb sync {shown(self._folder)}"
+        return f"; to send the rest: {self._sync()}"
+
+    def _sync(self) -> str:
+        return f"{program('wandb')} sync {typed_path(self._folder.resolve())}"
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
-from launch.words import broken, manual, say
+from launch.words import broken, manual, program, say
 
 PATH = "results/local/records/20261125-230437-a-run-whose-name-is-longer-than-any-terminal-is-wide.json"
 
@@ -44,3 +48,24 @@ def test_help_is_as_wide_as_the_terminal_and_keeps_its_columns(monkeypatch: pyte
         "",
         "The end of it.",
     ]
+
+
+def test_a_program_is_typed_so_that_the_shell_finds_that_of_this_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = tmp_path / "an environment" / "bin", tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir(parents=True)
+        (folder / "python").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.chdir(tmp_path)
+    for path, typed in [
+        ([own, other], "python"),
+        ([other, own], "an environment/bin/python"),
+        ([], "an environment/bin/python"),
+    ]:
+        monkeypatch.setenv("PATH", os.pathsep.join(map(str, path)))
+        assert shlex.split(program("python")) == [typed]
+    monkeypatch.chdir(other)
+    assert shlex.split(program("python")) == [str(own / "python")]
+    assert program("wandb") == "wandb"  # this environment has none

@@ -213,7 +213,7 @@ def test_an_interrupted_run_says_how_it_is_resumed(monkeypatch: pytest.MonkeyPat
     assert "checkpoint.every=N" in capsys.readouterr().out
     assert typed(monkeypatch, "+exp=digits", "checkpoint.every=2") == 130
     said = capsys.readouterr().out.partition("step 3250")[2]
-    again = shlex.split(said.partition("\n  python experiments/run.py ")[2])
+    again = shlex.split(said.partition("python experiments/run.py ")[2])
     assert typed(monkeypatch, *again) == 130
     assert specs[2].id == specs[1].id != specs[0].id
     monkeypatch.setattr(LocalLauncher, "launch", fails)
