@@ -258,9 +258,9 @@ class Difference(Estimate):
 
 
 def difference(method: Mapping[int, float], baseline: Mapping[int, float], relative: bool = False) -> Difference | None:
-    """Of the seeds that both have: values by seed. None without any, and where a baseline of 0 has no shares."""
+    """Of the seeds that both have: values by seed. None without any, and where a baseline of 0 or less has no shares."""
     shared = sorted(set(method) & set(baseline))
-    if not shared or (relative and any(baseline[s] == 0 for s in shared)):
+    if not shared or (relative and any(baseline[s] <= 0 for s in shared)):
         return None
     d = [method[s] / baseline[s] - 1 if relative else method[s] - baseline[s] for s in shared]
     mean = statistics.fmean(d)

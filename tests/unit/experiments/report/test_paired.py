@@ -41,6 +41,8 @@ def test_relative_differences_are_shares_of_the_baseline() -> None:
     assert found.value == pytest.approx(0.03)
     assert found.text(relative=True) == "+3.00 [3.00, 3.00] %"
     assert difference({0: 1.0}, {0: 0.0}, relative=True) is None
+    # A correlation of 30 is better than one of -2: the quotient would have it 1,600 % worse.
+    assert difference({0: 30.0, 1: 31.0}, {0: -2.0, 1: -2.1}, relative=True) is None
 
 
 @pytest.mark.parametrize(
