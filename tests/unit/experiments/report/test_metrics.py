@@ -107,6 +107,16 @@ def test_without_an_interval_spreads_decide_and_where_they_overlap_nothing_does(
     assert found.verdict == verdict
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_few_rounds_or_steps_have_no_spread_and_decide_nothing(count: int) -> None:
+    ms = {"p10_ms": 90.0, "median_ms": 90.0, "p90_ms": 90.0}
+    turns = {"world": "w", "ms": [90.0] * count, "steps": [2] * count}
+    for timing, of in (({"steps": 2 * count, **ms}, turns), ({"steps": count, **ms}, {})):
+        found = metrics.speedup(run("SGDM fp32", 100.0), run("Birder", timing=timing, turns=of))
+        assert found is not None
+        assert found.verdict == metrics.OPEN
+
+
 def test_two_medians_whose_spreads_overlap_do_not_say_whether_to_compress() -> None:
     """4.2 (2.1 to 9.1) against 5.6 (3.5 to 9.5) ms: the next run may say the contrary."""
     both = {"SGDM fp32": (4.2, 2.1, 9.1), "Birder": (5.6, 3.5, 9.5)}
