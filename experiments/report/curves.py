@@ -85,12 +85,17 @@ class Curves:
         return None if base is None or base is curve else difference(curve.final, base.final)
 
     def metric_difference(self, curve: Curve) -> Difference | None:
-        """Of the metric, seed by seed: as the tables of accuracies have it where a margin is stated; None as above."""
+        """Of the metric, seed by seed: as the tables of accuracies have it where a margin is stated; None as above.
+
+        Shares wherever the margin is one, also where the stated baseline was not run.
+        """
         base, table = self.baseline, self.table
         if base is None or base is curve:
             return None
         own, theirs = curve.cell, base.cell
-        return difference(own.by_seed, theirs.by_seed) if table.comparison is None else table.compared(own)
+        if table.comparison is not None:
+            return table.compared(own)
+        return difference(own.by_seed, theirs.by_seed, table.relative)
 
 
 def baseline(table: AccuracyTable) -> Cell | None:

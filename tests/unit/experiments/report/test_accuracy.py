@@ -11,7 +11,7 @@ import pytest
 
 from experiments.records import labels
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import accuracy, accuracy_page, facts, gaps, plots, time_to_loss
+from experiments.report import accuracy, accuracy_page, curves, facts, gaps, plots, time_to_loss
 from tests.helpers.records import score
 
 
@@ -365,6 +365,19 @@ def test_accuracy_against_bytes_has_what_a_rank_sends_for_each_parameter() -> No
     assert gaps.point_of_bytes([panel]).endswith("accuracy kept 2 times, lost 0 times, not decided 0 times")
     assert (plots.accuracies_by_bytes(accuracy_page.studies(made)) or b"").startswith(b"\x89PNG")
     assert gaps.with_bytes(accuracy_page.studies([r for r in made if r.method != "SGDM fp32"])) == []
+
+
+def test_a_share_is_said_where_the_stated_baseline_was_not_run(tmp_path: Path) -> None:
+    """A perplexity of 110 against 100 is +10 %, not +1,000 %."""
+    stated = {"parity": {"baseline": "BertAdam", "margin": 0.03, "relative": True}}
+    made = []
+    for method, value in (("SGDM fp32", 100.0), ("Birder", 110.0)):
+        r = score(method, value, 0, 0.1, curve=f"{method}.csv")
+        (tmp_path / f"{method}.csv").write_text("step,seconds,loss,metric\n1,0,2.0,\n2,0,1.0,\n")
+        metric = {**r.metric, "name": "perplexity", "higher_is_better": False}
+        made.append(dataclasses.replace(r, config={**r.config, **stated}, metric=metric))
+    (table,) = accuracy.build(made)
+    assert plots.outcome(curves.read(table, tmp_path)).endswith("110.00, +10.0 % from SGDM fp32")
 
 
 def test_time_to_a_loss_is_measured_steps_times_predicted_ones() -> None:
