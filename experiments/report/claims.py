@@ -220,15 +220,15 @@ def outcomes(records: Records, method: str) -> list[Outcome]:
 
 
 def _outcome(table: AccuracyTable, cell: Cell, base: Cell) -> Outcome | None:
-    """None for a single seed that both have: it decides nothing."""
+    """None for a single seed that both have: it decides nothing, unless it is what the method's other seeds left."""
     others = [c for c in table.one_of_each if c.method != base.method]
     parity = table.parity or StatedParity(baseline=base.label, margin=CLOSE, relative=True)
     found = table.versus(base, others, parity)
     gap, relative, p = found.gap(cell), parity.relative, found.p
-    if gap is None or gap.n < 2:
+    if gap is None or (gap.n < 2 and found.verdict(cell) is not WORSE):
         return None
     unit = "" if relative else metric_unit(str(table.metric["name"]))
-    notes = [f"p = {p[cell.label]:.2g} for {len(p)} methods"] * (len(p) > 1)
+    notes = [f"p = {p[cell.label]:.2g} for {len(p)} methods"] if cell.label in p and len(p) > 1 else []
     lost = len(cell.records) - len(cell.valid)
     notes += [f"{lost} of {len(cell.records)} seeds failed"] * bool(lost)
     variants = [c for c in table.chosen if c.method == cell.method and c is not cell]

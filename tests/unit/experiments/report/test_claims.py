@@ -126,6 +126,15 @@ def test_accuracy_is_decided_by_the_seeds_intervals_not_by_means() -> None:
 
 
 @pytest.mark.usefixtures("against_sgdm")
+def test_a_method_that_keeps_one_seed_of_three_is_worse_and_not_left_out() -> None:
+    """Its rate was chosen on held-out data, by the seed that it keeps."""
+    made = compared("Birder", [90.0, None, None], [90.0, 90.4, 89.6])
+    made = [dataclasses.replace(r, metric={**r.metric, "all": {"held_out": 1.0}}) for r in made]
+    (found,) = outcomes(made)
+    assert (found.verdict, found.notes) == ("worse", "2 of 3 seeds failed")
+
+
+@pytest.mark.usefixtures("against_sgdm")
 def test_a_claim_is_judged_over_all_tasks_what_was_lost_first() -> None:
     good = compared("Birder", [90.0, 90.4, 89.6], [90.0, 90.4, 89.6], nodes=2)
     bad = compared("Birder", [60.0, 60.4, 59.6], [90.0, 90.4, 89.6], nodes=8)
