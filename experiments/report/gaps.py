@@ -39,7 +39,8 @@ SMALL = 1 / 16
 class GapRow:
     """A method, in its best variant, against the baseline.
 
-    gap: in the unit of the axis. each: bytes per parameter and step that a rank sends; 0 where that is not known.
+    gap: in the unit of the axis; without an interval only where lost seeds make the verdict. each: bytes per parameter and
+    step that a rank sends; 0 where that is not known.
     """
 
     label: str
@@ -111,7 +112,7 @@ def _weight(table: AccuracyTable) -> tuple[int, int, int, int]:
 
 
 def panels(studies: Studies) -> list[Panel]:
-    """Those of the `shown` studies that have a baseline and intervals."""
+    """Those of the `shown` studies that have a baseline and, of another method, an interval or lost seeds."""
     return [made for table in shown(studies) if (made := panel(table)) is not None]
 
 
@@ -123,7 +124,7 @@ def panel(table: AccuracyTable) -> Panel | None:
     rows = tuple(
         GapRow(cell.method, gap.times(scale), table.verdict(cell), bytes_each(table, cell))
         for cell in table.one_of_each
-        if (gap := table.compared(cell)) is not None and gap.low is not None
+        if (gap := table.compared(cell)) is not None and (gap.low is not None or table.verdict(cell) is WORSE)
     )
     if not rows:
         return None

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.records import labels
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import accuracy, accuracy_page, curves, facts, gaps, plots, time_to_loss
+from experiments.report import accuracy, accuracy_page, answered, curves, facts, gaps, plots, time_to_loss
 from tests.helpers.records import score
 
 
@@ -295,6 +295,12 @@ def test_a_method_that_diverges_where_the_baseline_does_not_is_worse() -> None:
     held = [dataclasses.replace(r, metric={**r.metric, "all": {"held_out": 1.0}}) for r in (*made, more)]
     (table,) = accuracy.build([*held, lost])  # tuned: a rate that lost a seed stays the choice
     assert [(c.count(), table.verdict(c)) for c in table.chosen if c.label == "Birder"] == [("3 of 4", "worse")]
+    # Also where a single seed is left, which has no interval: pictures and answers count it as lost.
+    kept = [r for r in (*held, lost) if r.method != "Birder" or r.seed in (0, 3)]
+    assert answered.verdicts(kept) == [[["Birder", "worse"]]]
+    (panel,) = gaps.panels(accuracy_page.studies(kept))
+    assert panel.rows[0].gap.low is None
+    assert plots.accuracies(accuracy_page.studies(kept)) is not None
     (table,) = accuracy.build([*held, dataclasses.replace(lost, reason="interrupted by Ctrl-C")])  # not its own doing
     assert [(c.count(), table.verdict(c)) for c in table.chosen if c.label == "Birder"] == [("3 of 4", "parity")]
 
