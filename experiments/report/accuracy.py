@@ -110,7 +110,7 @@ class AccuracyTable:
 
     def _score(self, cell: Cell) -> tuple[int, float]:
         """What variants of a method are chosen by, the larger the better: seeds, then as learning rates are."""
-        seeds = [min(cell.by_seed, default=0)] if self.criterion else None
+        seeds = sorted(cell.by_seed)[: self.choosing] if self.criterion else None
         return len(cell.valid), self.value(cell, self.criterion, seeds)
 
     @cached_property

@@ -76,6 +76,27 @@ def test_the_baseline_is_its_best_variant_with_most_seeds() -> None:
         assert len(table.chosen) == 2
 
 
+def test_variants_are_chosen_by_as_many_seeds_as_learning_rates() -> None:
+    """Two seeds that choose: the first alone would take the other variant."""
+
+    def variant(eps: float, *held_out: float) -> list[ResultRecord]:
+        stated = {"parity": {"baseline": "SGDM", "margin": 1.0, "relative": False, "choose_seeds": 2}}
+        made = [(score("SGDM fp32", 90.0, s, 0.1, id=f"{eps}-{s}"), value) for s, value in enumerate(held_out)]
+        return [
+            dataclasses.replace(
+                r,
+                config={**r.config, **stated, "optimizer": {**r.config["optimizer"], "eps": eps}},
+                metric={**r.metric, "all": {"top1": 90.0, "held_out": value}},
+            )
+            for r, value in made
+        ]
+
+    (table,) = accuracy.build([*variant(1.0, 85.0, 80.0, 80.0), *variant(2.0, 84.0, 84.0, 10.0)])
+    assert table.baseline is not None
+    assert table.baseline.label == "SGDM fp32 (optimizer.eps=2.0)"
+    assert [c.label for c in table.one_of_each] == [table.baseline.label]
+
+
 def test_a_name_is_the_variant_that_stands_for_the_method_and_ideas_of_studies_stand_for_none(tmp_path: Path) -> None:
     def run(top1: float, seed: int, eps: float, target: str = "birder.Birder", label: str = "Birder") -> ResultRecord:
         r = score("Birder", top1, seed, 0.1, id=f"{label}-{eps}-{seed}")
