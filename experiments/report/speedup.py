@@ -117,18 +117,21 @@ class SpeedupTable:
 
 
 def build(records: list[ResultRecord], group: str | None = None) -> list[SpeedupTable]:
-    """The table of the latest group of each setting, or every table of `group`. Runs without a group are in none."""
+    """The table of the latest group of each setting and workload, or every table of `group`. Runs without a group are in
+    none."""
     mine = [r for r in records if r.group is not None and group in (None, r.group) and not is_virtual(r.config)]
     found: dict[tuple[str, str, str], list[ResultRecord]] = {}
-    for (shared, _), every in grouped(mine, lambda r: (setting(r), r.group)).items():
-        for model, members in by_workload(every).items():
-            failed = [r for r in members if r.status != "completed"]
-            machines = grouped((r for r in members if r.status == "completed"), _machine)
-            # The launcher writes the record of a failed run and may know less of link and device than the workers.
-            for machine, completed in (machines or {"": []}).items():
-                key = (shared, machine, model)
-                if key not in found or _age(completed + failed) > _age(found[key]):
-                    found[key] = completed + failed
+    # Of all groups of a setting: a later one of another model leaves the earlier one's table.
+    settings = grouped(mine, setting).values()
+    models = {r.id: model for every in settings for model, of in by_workload(every).items() for r in of}
+    for (shared, model, _), members in grouped(mine, lambda r: (setting(r), models[r.id], r.group)).items():
+        failed = [r for r in members if r.status != "completed"]
+        machines = grouped((r for r in members if r.status == "completed"), _machine)
+        # The launcher writes the record of a failed run and may know less of link and device than the workers.
+        for machine, completed in (machines or {"": []}).items():
+            key = (shared, machine, model)
+            if key not in found or _age(completed + failed) > _age(found[key]):
+                found[key] = completed + failed
     # A group in which everything failed is shown only where there is nothing better.
     timed = {shared for shared, machine, _ in found if machine}
     shown = sorted((key, rs) for key, rs in found.items() if key[1] or key[0] not in timed)

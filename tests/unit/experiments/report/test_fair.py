@@ -187,6 +187,13 @@ def test_published_figures_stand_beside_those_of_the_same_link_and_model_alone()
     )
     (larger,) = speedup.build(large)
     assert published.matching(larger, small) is None
+    # What was published of another model later does not hide it, nor do a user's own comparisons hide each other.
+    later = [replace(r, id=f"{r.id}-3", group="g3", time="2026-01-02T00:00:00Z") for r in small]
+    assert published.matching(larger, [*large, *later]) is not None
+    assert [(t.group, t.workload) for t in speedup.build([*large, *later])] == [
+        ("g2", "image_size=224"),
+        ("g3", "image_size=64"),
+    ]
 
 
 def test_in_the_table_of_all_methods_birder_without_bits_is_no_all_reduce_in_fp32() -> None:
