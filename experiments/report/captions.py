@@ -118,7 +118,10 @@ def notes(records: Sequence[ResultRecord]) -> list[Note]:
     return [
         note
         for about in worlds
-        for note in (Note(say("rounds", about=about)), *Note.of(caution(about), kind="caution"))
+        for note in (
+            Note(say("rounds", about=about, fewest=metrics.LEAST_ROUNDS)),
+            *Note.of(caution(about), kind="caution"),
+        )
     ]
 
 

@@ -80,6 +80,14 @@ def test_a_table_says_when_the_machine_was_busy_or_has_changed_its_pace() -> Non
     assert "rebuilt in every round" in speedup_table.as_table(speedup.build(group(held="one"))[0]).markdown()
 
 
+def test_a_table_of_too_few_rounds_speaks_of_no_interval() -> None:
+    for count, words in ((3, "3 rounds in shuffled order; fewer than 4 give no interval"), (4, "[low, high] is the")):
+        records = [dataclasses.replace(r, turns={**r.turns, "ms": r.turns["ms"][:count]}) for r in group()]
+        (note,) = captions.notes(records)
+        assert words in note.text
+        assert ("[low, high]" in note.text) == (count == 4)
+
+
 def test_records_without_rounds_have_no_intervals() -> None:
     old = full_group()
     (table,) = speedup.build(old)
