@@ -51,6 +51,12 @@ def sweep(
             "with data and a GPU scale=auto is paper: say scale=quick, for which the study's settings are, "
             "or scale=paper"
         )
+    by, tables = chosen_by(rows), int(first["parity"]["choose_seeds"])
+    if first["workload"].get("held_out") and by not in (None, tables):
+        raise UserError(
+            f"this sweep chooses learning rates by {by} of its seeds (choose_seeds), and the tables of {exp} by {tables}: "
+            f"say parity.choose_seeds={by} in conf/exp/{exp}.yaml or in the sweep's overrides"
+        )
     # One of each method is checked before the first one starts: a mistake shows now, not after an hour.
     for row in {
         tuple(o for o in row.overrides if not o.startswith(("optimizer.", "seed="))): row for row in rows
@@ -66,6 +72,13 @@ def sweep(
     for scored in accuracy.build([r for row in rows if (r := grid.of(row.overrides)) is not None]):
         accuracy.as_table(scored).show(terminal(), verbose=False)
     return study.close(f" of {len(rows)}", written=len(grid.tried) > study.failed)
+
+
+def chosen_by(rows: Sequence[SweepRun]) -> int | None:
+    """How many seeds choose between rates whose runs are rows themselves, so that tables choose again; None: nothing does."""
+    own = {row.overrides for row in rows}
+    every = [rate for row in rows if len(row.candidates) > 1 for rate in row.candidates if own.issuperset(rate)]
+    return max(map(len, every), default=None)
 
 
 @command.report_errors

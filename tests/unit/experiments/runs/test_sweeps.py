@@ -257,7 +257,13 @@ def test_two_seeds_choose_by_their_mean_and_entries_have_names_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = CHOOSING.replace("[3, 1]", "[3, 1, 2]").replace("choose: true", "choose: true\nchoose_seeds: 2")
-    (tmp_path / "mine.yaml").write_text(text + "  bf16: {optimizer: sgdm, overrides: [optimizer.wire=bf16]}\n")
+    text += "  bf16: {optimizer: sgdm, overrides: [optimizer.wire=bf16]}\n"
+    (tmp_path / "other.yaml").write_text(text.replace("epochs=1", "epochs=1, ++workload.held_out=100"))
+    assert sweep.main([f"sweep={tmp_path / 'other.yaml'}", f"results_dir={tmp_path}", "--dry-run"]) == 2
+    assert "parity.choose_seeds=2" in capsys.readouterr().err  # tables would choose by one, and take another rate
+    (tmp_path / "mine.yaml").write_text(
+        text.replace("epochs=1", "epochs=1, ++workload.held_out=100, parity.choose_seeds=2")
+    )
     rows = sweeps.rows(sweeps.load(str(tmp_path / "mine.yaml")), ["bf16"])
     assert [row.title for row in rows] == [
         f"sgdm, wire=bf16, lr={lr}, seed={seed}"
