@@ -153,10 +153,11 @@ class AccuracyTable:
         mine = [] if base is None else [c for c in self.by_label[base.label] if c is base or c.settled]
         return max(mine, key=lambda c: self.value(c, self.criterion), default=None)
 
-    @property
+    @cached_property
     def choosing(self) -> int:
-        """How many seeds of a method, the first ones, choose its learning rate by held-out data."""
-        return 1 if self.parity is None else self.parity.choose_seeds
+        """How many seeds of a method, the first ones, choose its learning rate by held-out data; 1 where runs differ."""
+        said = {(r.config.get("parity") or {}).get("choose_seeds", 1) for cell in self.cells for r in cell.valid}
+        return int(said.pop()) if len(said) == 1 else 1
 
     def rate(self, cell: Cell) -> str:
         """A method's learning rate, marked where nothing was tried beyond it."""

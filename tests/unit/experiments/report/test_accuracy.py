@@ -79,8 +79,8 @@ def test_the_baseline_is_its_best_variant_with_most_seeds() -> None:
 def test_variants_are_chosen_by_as_many_seeds_as_learning_rates() -> None:
     """Two seeds that choose: the first alone would take the other variant."""
 
-    def variant(eps: float, *held_out: float) -> list[ResultRecord]:
-        stated = {"parity": {"baseline": "SGDM", "margin": 1.0, "relative": False, "choose_seeds": 2}}
+    def variant(eps: float, *held_out: float, margin: float | None = 1.0) -> list[ResultRecord]:
+        stated = {"parity": {"baseline": "SGDM", "margin": margin, "relative": False, "choose_seeds": 2}}
         made = [(score("SGDM fp32", 90.0, s, 0.1, id=f"{eps}-{s}"), value) for s, value in enumerate(held_out)]
         return [
             dataclasses.replace(
@@ -95,6 +95,11 @@ def test_variants_are_chosen_by_as_many_seeds_as_learning_rates() -> None:
     assert table.baseline is not None
     assert table.baseline.label == "SGDM fp32 (optimizer.eps=2.0)"
     assert [c.label for c in table.one_of_each] == [table.baseline.label]
+    # Also where no margin is stated, so that there is no verdict.
+    more = [*variant(1.0, 85.0, 80.0, margin=None), *variant(2.0, 84.0, 84.0, margin=None)]
+    (table,) = accuracy.build(more)
+    assert table.parity is None
+    assert [c.label for c in table.one_of_each] == ["SGDM fp32 (optimizer.eps=2.0)"]
 
 
 def test_a_name_is_the_variant_that_stands_for_the_method_and_ideas_of_studies_stand_for_none(tmp_path: Path) -> None:
