@@ -180,7 +180,10 @@ class _Whole:
         if self.rule in OWN:
             parts = self.workers if self.rule == "mean" else workers
             whole = whole / (parts if self.sharded else parts * self.shards)
-            whole = (whole if self.kind.is_floating_point else whole.round()).to(self.kind)
+            if not self.kind.is_floating_point:  # of many old workers' errors the sum may be too large for int8
+                limits = torch.iinfo(self.kind)
+                whole = whole.round().clamp(limits.min, limits.max)
+            whole = whole.to(self.kind)
         if unit is None or len(whole) != self.padded:
             return whole.view(self.shape)
         return torch.nn.functional.pad(whole[: unit.numel], (0, unit.padded - unit.numel))

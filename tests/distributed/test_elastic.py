@@ -30,6 +30,7 @@ VARIANTS |= {
     "Lion": ("Lion", {}),
     "SigmaDeltaAdam, one phase": ("SigmaDeltaAdam", {"reduce": "one_phase"}),
     "SigmaDeltaAdam, int8": ("SigmaDeltaAdam", {"errors": "int8"}),
+    "SigmaDeltaAdam, one phase int8": ("SigmaDeltaAdam", {"reduce": "one_phase", "errors": "int8"}),
     "SLAMB v1": ("SLAMBv1", {"sync_every": 3}),
     "ZeroOneAdam, deepspeed": ("DeepSpeedZeroOneAdam", {"warmup_steps": 2, "local_doubling": 1}),
     "EFSGD, released": ("EFSGD", {"block": 32, "ratio": 2, "variant": "released", "weight_decay": 0.1}),
@@ -174,6 +175,17 @@ def test_a_frozen_layer_keeps_what_its_workers_had(variant: str) -> None:
     for name, tensor in kept.items():
         one = wanted[rules[name]] if optimizer.compressed or rules[name] not in ("mean", "sum") else 1.0
         assert tensor.item() == (bool(one) if tensor.dtype == torch.bool else one), name
+
+
+def test_errors_of_many_workers_keep_their_sign_as_int8() -> None:
+    """Their sum wrapped around: what was owed to a coordinate came back with the other sign."""
+    states = made_up("SigmaDeltaAdam, one phase int8", 4, 1)
+    for state in states:
+        for unit in state["units"]:
+            unit["owner_error"].fill_(-100)
+    optimizer = bound("SigmaDeltaAdam, one phase int8", 1, 1, 0)
+    optimizer.load_state_dict(elastic.resize(optimizer, states))
+    assert all((unit.state["owner_error"][: unit.numel] == -128).all() for unit in optimizer.units)
 
 
 def test_parameters_that_one_old_rank_alone_had_changed_count_as_changed() -> None:
