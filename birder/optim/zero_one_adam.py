@@ -136,7 +136,8 @@ class ZeroOneAdam(OneBitMethod):
 
     def joins(self, p: Tensor, kept: dict[str, Tensor], passed: int) -> dict[str, Tensor]:
         self._joined = True
-        return kept
+        # Ranks have met in it since, and the sums are of its whole unit: both begin again.
+        return {name: t for name, t in kept.items() if name not in ("u", "sums")} if passed else kept
 
     def bind(self, *args: Any, **kwargs: Any) -> None:
         """As `BucketOptimizer.bind`. What joins between two syncs has no x' in `last`: the next one averages models."""

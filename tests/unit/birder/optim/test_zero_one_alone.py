@@ -92,6 +92,25 @@ def test_steps_without_learning_rate_change_nothing_but_the_variance():
     assert (state["v"] > 0).all()
 
 
+def test_a_layer_that_joins_again_brings_no_rates_of_another_interval():
+    """What is divided by their sum became too large: the momentum of all layers of its unit grew."""
+    first, second = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
+    optimizer = ZeroOneAdam([first, second], 0.5, warmup_steps=2, local_doubling=1, local_limit=8)
+    for step in range(1, 31):
+        if step in (17, 28):  # three steps after a synchronisation, and six after another one
+            first.requires_grad_(step == 28)
+            optimizer.bind()
+        for p in (first, second):
+            p.grad = torch.ones(64) if p.requires_grad else None
+        optimizer.step()
+        state = optimizer.units[0].state
+        if optimizer.synced(step):
+            assert state["m"].max() < 1.5
+            begun = step
+        elif step > 16:
+            assert state["sums"][0] == 0.5 * (step - begun)
+
+
 def test_it_converges():
     for variant in VARIANTS:
         torch.manual_seed(0)
