@@ -286,6 +286,8 @@ class BucketOptimizer(Guards):
         with trace.span("apply"):
             still = self._still(step) if plan.own else []
             yield from asking(self.update(step, plan))
+            # Autograd does not see what kernels write, not even torch's fused ones: it would take a graph of older values.
+            torch.autograd.graph.increment_version([p for p in self._where if p.grad is not None])
             self._keep_still(still, step)
             for unit in {unit.index: unit for unit, _, _ in still}.values():
                 self.watch.follow(unit)

@@ -42,6 +42,22 @@ def test_hooks_see_and_change_the_whole_state(name: str) -> None:
         optimizer.load_state_dict(state)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_graph_of_parameters_that_a_step_has_changed_is_refused(name: str) -> None:
+    """A generator's loss from before the critic's step: its gradients were of neither the old values nor the new ones."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters()) if name == "torch" else make(name, model, lr=0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss, of_frozen = (layers(torch.ones(3, 4)).square().mean() for layers in (model, model[:1]))
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        of_frozen.backward()  # reads no parameter
+
+
 def test_a_state_of_other_options_is_loaded_with_a_warning() -> None:
     """Options of groups are the saved ones, as in torch. Those of the whole optimizer changed without a word."""
     model, optimizer = built("SigmaDeltaAdam")
