@@ -203,7 +203,7 @@ class MethodState(Method):
         first step there is none: "units" is None then, or what `load_state_dict` was given.
 
         Raises RuntimeError between backward and `step` where messages are taken during backward: half of the step is in the
-        state by then.
+        state by then. Also where parameters were taken out of groups, or put into others, and `attach` was not called again.
         """
         if self._feeding:
             raise RuntimeError(
@@ -212,6 +212,7 @@ class MethodState(Method):
             )
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        self.follow_groups()  # units that hold more than the groups would be taken for others when they are loaded
         found = self._whole_state()
         for after in self._optimizer_state_dict_post_hooks.values():
             found = replaced if (replaced := after(self, found)) is not None else found

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
+from tests.distributed.test_elastic import bound
 from tests.helpers.ordinary import said
 from tests.helpers.ranks import run_ranks
 
@@ -109,6 +110,20 @@ def test_another_shape_within_the_padding_is_refused(name: str) -> None:
     train(net, optimizer, range(4))
     other = build(name, make(None, width=3))
     assert "another shape of parameter 2, parameter 3" in said(lambda: other.load_state_dict(optimizer.state_dict()))
+
+
+def test_a_state_that_is_saved_after_layers_were_taken_out_is_of_those_that_are_left() -> None:
+    """With 8 ranks the state of a layer that was taken out was loaded as another's: both fit into the padding."""
+    net = make(None)
+    optimizer = birder.AdamW(net.parameters())
+    train(net, optimizer, range(2))
+    del optimizer.param_groups[0]["params"][2:]
+    kept, loading = optimizer.state[net[0].weight]["m"].clone(), birder.AdamW(net[0].parameters())
+    loading.load_state_dict(optimizer.state_dict())
+    assert loading.state[net[0].weight]["m"].equal(kept)
+    several = bound("Birder", 8, 1, 0)
+    several.param_groups[0]["params"].pop()
+    assert "call birder.attach(model, optimizer) again" in said(several.state_dict)
 
 
 def on_ranks(rank: int, world: int) -> dict[str, str]:
