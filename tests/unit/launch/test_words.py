@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.words import broken, manual, program, say
+from launch.words import broken, manual, program, say, typed_path
 
 PATH = "results/local/records/20261125-230437-a-run-whose-name-is-longer-than-any-terminal-is-wide.json"
 
@@ -69,3 +69,10 @@ def test_a_program_is_typed_so_that_the_shell_finds_that_of_this_environment(
     monkeypatch.chdir(other)
     assert shlex.split(program("python")) == [str(own / "python")]
     assert program("wandb") == "wandb"  # this environment has none
+
+
+def test_a_command_with_a_folder_of_any_name_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("plain", "a b", "it's"):
+        assert shlex.split(typed_path(tmp_path / name)) == [name]
+        assert shlex.split(typed_path(tmp_path.parent / name)) == [str(tmp_path.parent / name)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import yaml
 from experiments.config import compose
 from experiments.config.schema import Config, Wandb
 from experiments.records.record import ROOT
-from experiments.tracking import tracked, wandb_run
+from experiments.tracking import wandb_run
 from experiments.tracking.tracked import TrackedRun
 from experiments.training import track
 from experiments.training.track import CurveFile, Tracker
@@ -339,13 +338,6 @@ def test_a_rank_tells_the_user_of_a_tracker_that_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path / "spec.yaml")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "warning: W&B: the server is gone\n", "")
-
-
-def test_a_command_with_a_folder_of_any_name_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("plain", "a b", "it's"):
-        assert shlex.split(tracked.shown(tmp_path / name)) == [name]
-        assert shlex.split(tracked.shown(tmp_path.parent / name)) == [str(tmp_path.parent / name)]
 
 
 def test_a_disk_that_is_full_at_the_end_is_one_warning(
