@@ -187,7 +187,11 @@ class Cluster:
 
     def mean(self, nbytes: float) -> Transfer:
         """A mean of floats over all ranks outside of DDP: an all-reduce, or (3) and (4) where it is pairwise."""
-        return self.all_reduce(nbytes) if self.ring else self.all_to_all(nbytes) + self.all_gather(nbytes)
+        return self.all_reduce(nbytes) if self.ring else self.coded_mean(nbytes)
+
+    def coded_mean(self, nbytes: float) -> Transfer:
+        """A mean over all ranks of what a server has to decode: (3) and (4)."""
+        return self.all_to_all(nbytes) + self.all_gather(nbytes)
 
     def by_nodes(self, nbytes: float) -> Transfer:
         """(5), one of the two."""

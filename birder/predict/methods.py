@@ -33,6 +33,7 @@ class Round:
               have; False: one thread does it all.
     screens:  NaN and inf are kept out of the error; a separate pass where there is a cost for it ("screen").
     rank:     of PowerSGD.
+    coded:    as codes with scales, which no ring can add up: flat, an all-to-all and an all-gather.
     growth:   above 0: it comes in steps that grow by this factor, so that its share depends on the length of a run (`over`).
     """
 
@@ -49,6 +50,7 @@ class Round:
     split: bool = True
     screens: bool = False
     rank: int = 1
+    coded: bool = False
     growth: float = 0.0
 
     @property
@@ -100,8 +102,10 @@ def _row(
     return MethodSpec(name, label, rounds, tuple(update.split()), kept, about=about, **more)
 
 
-def _dense(name: str, label: str, nbytes: float, encode: str, decode: str = "", about: str = "") -> MethodSpec:
-    sent = Round(nbytes=nbytes, encode=tuple(encode.split()), decode=tuple(decode.split()))
+def _dense(
+    name: str, label: str, nbytes: float, encode: str, decode: str = "", about: str = "", coded: bool = False
+) -> MethodSpec:
+    sent = Round(nbytes=nbytes, encode=tuple(encode.split()), decode=tuple(decode.split()), coded=coded)
     return _row(name, label, (0, 0, 0), "sgdm", sent, about=about, hooked=True, dense=True)
 
 
@@ -175,7 +179,7 @@ def over(method: MethodSpec, steps: int = RUN_STEPS) -> MethodSpec:
 
 _APPLY, _ADAM, _OWN, _LATER = "apply_bits", "write_signs move_adam", "this project's", "compression stage"
 _DILOCO = "H = 500, AdamW inside, momentum outside"
-_INT4 = Round(nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit")
+_INT4 = Round(nbytes=0.5 + 2 / 256, encode=("eager",) * 9, decode=("eager",) * 8, layout="unit", coded=True)
 _ZERO_ONE = (
     replace(_MESSAGE, share=SYNCS_OF_ZERO_ONE_ADAM),
     Round(1 - SYNCS_OF_ZERO_ONE_ADAM, "none", encode=("eager", "eager"), layout="unit"),
@@ -217,8 +221,8 @@ METHODS: dict[str, MethodSpec] = {
         _dense("bf16", "DDP bf16", 2.0, "cast", "widen"),
         _dense("fp16", "DDP fp16", 2.0, "cast", "widen"),
         # A scale of two bytes for every 256 elements; a server reads the messages of all workers, 1/n of the elements each.
-        _dense("fp8", "fp8 all-reduce", 1.0 + 2 / 256, "eager " * 4, "eager " * 4, "eager passes"),
-        _dense("int4", "4-bit all-reduce", 0.5 + 2 / 256, "eager " * 6, "eager " * 8, "eager passes"),
+        _dense("fp8", "fp8 all-reduce", 1.0 + 2 / 256, "eager " * 4, "eager " * 4, "eager passes", coded=True),
+        _dense("int4", "4-bit all-reduce", 0.5 + 2 / 256, "eager " * 6, "eager " * 8, "eager passes", coded=True),
         _low_rank(1),
         _low_rank(4),
         *_FLAT,

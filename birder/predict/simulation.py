@@ -168,13 +168,16 @@ def program(item: Item, round_: Round, method: MethodSpec, cluster: Cluster, cos
             send(cluster.all_reduce(4.0 * sum(numbers)), 4)
         item.stages.append(("comm", 0.0))
     elif round_.layout == "bucket":
-        before = 0.0 if cluster.ring else cluster.inside_ms(4 * d, 2) if cluster.nodes > 1 else 0.0
+        by_rank = cluster.ring or round_.coded or cluster.nodes == 1
+        before = 0.0 if by_rank else cluster.inside_ms(4 * d, 2)
         item.stages += [("hook", costs.all_ms(round_.encode, own)), ("inside", before)]
-        send(cluster.all_reduce(round_.nbytes * d), round_.nbytes)
+        size = round_.nbytes * d
+        send(cluster.coded_mean(size) if round_.coded else cluster.all_reduce(size), round_.nbytes)
         item.stages.append(("read", costs.all_ms(round_.decode, own)))
     else:
         size = round_.nbytes * d * round_.density
-        sent = cluster.by_nodes(size) + cluster.by_nodes(size) if by_nodes else cluster.mean(size)
+        flat = cluster.coded_mean if round_.coded else cluster.mean
+        sent = cluster.by_nodes(size) + cluster.by_nodes(size) if by_nodes else flat(size)
         made = costs.all_ms(round_.encode, own) + (cluster.inside_ms(4 * d) if by_nodes else 0.0)
         item.stages += [("hook", costs.ms("copy", own)), (round_.lane, made)]
         send(sent, round_.nbytes if cluster.ring else 0)

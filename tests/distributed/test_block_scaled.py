@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from birder.comm import Topology
 from birder.hooks.block_scaled import BlockScaled, block_scaled_hook, decode, encode
+from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Link, Timeline, simulate
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
 
@@ -271,3 +273,21 @@ def test_a_closed_one_leaves_its_process_group_to_the_next() -> None:
     for groups in run_ranks(closed_and_made_again, 2):
         assert len(groups) == 4
         assert len(set(groups)) == 1
+
+
+def counted(rank: int, size: int, code: str) -> int:
+    ddp = DistributedDataParallel(torch.nn.Linear(256, 256, bias=False))
+    state = BlockScaled(code, topology=Topology(2, 2))
+    ddp.register_comm_hook(state, block_scaled_hook)
+    ddp(torch.ones(1, 256)).sum().backward()
+    state.close()
+    return state.counter.inter
+
+
+@pytest.mark.parametrize("code", ["int4", "fp8"])
+def test_nodes_of_several_ranks_send_what_is_predicted(code: str) -> None:
+    gradient = Gradient("p", (256, 256), 1.0)
+    about = IntraNode(0.0, 0.0, 0.0, "none")
+    timeline = Timeline("made", "made", "cpu", "fp32", 1, 1, 1.0, 1.0, (gradient,), about, source="a test")
+    predicted = simulate(timeline, Cluster(2, 2, Link(1.0), ring=False), METHODS[code], Costs())
+    assert sum(run_ranks(counted, 4, code)[:2]) == predicted.nic_bytes

@@ -175,6 +175,16 @@ def test_one_phase_sends_half_of_two_phases_where_exchanges_are_pairwise() -> No
     assert one == pytest.approx(two / 2, rel=ROUNDED)
 
 
+@pytest.mark.parametrize("ring", [True, False])
+def test_codes_go_to_servers_and_back_for_no_ring_adds_them_up(ring: bool) -> None:
+    t, c = made((3_200_000, 10.0)), Cluster(4, 8, link(1.0), ring=ring)
+    for name, every in (("fp8", 1), ("int4", 1), ("diloco_int4", 500)):
+        size = METHODS[name].rounds[-1].nbytes * t.elements
+        expected = 8 * 3 / 4 * size + (31 / 32 if ring else 8 * 3 / 4) * size
+        step = simulate(t, c, METHODS[name], FREE)
+        assert step.nic_bytes == pytest.approx(expected / every, rel=ROUNDED)
+
+
 def test_while_a_unit_is_on_the_wire_the_next_one_is_encoded() -> None:
     t = made((MB // 4, 1.0), (MB // 4, 1.0))
     costs = Costs({"encode": 0.2})
