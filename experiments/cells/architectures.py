@@ -136,10 +136,11 @@ def config(name: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     key = name.lower().rpartition("/")[2].removeprefix("openai-")
-    if key in presets():
+    path = Path(name)
+    there = (path / "config.json").is_file() or (path.suffix == ".json" and path.is_file())
+    if key in presets() and not there:  # a folder may be called as a model is
         own = dict(presets()[key])
         return AutoConfig.for_model(own.pop("type"), **own)
-    path = Path(name)
     if path.exists():
         try:
             return AutoConfig.from_pretrained(name, local_files_only=True)

@@ -10,7 +10,7 @@ import pytest
 
 from birder.predict import gpus
 from experiments.cells import architectures, timelines
-from experiments.cells.architectures import Asked, gpt, quantity, work
+from experiments.cells.architectures import Asked, config, gpt, quantity, work
 from experiments.report.table import Table
 from launch.errors import UserError
 from studies import step_times
@@ -37,6 +37,17 @@ def test_a_folder_with_a_configuration_serves_as_a_model(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}))
     found = work(Asked(f"hf:{tmp_path}", 2, "fp32", 16))
     assert found.elements == 50257 * 64 + 1024 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64
+
+
+def test_a_folder_that_is_called_as_a_known_model_is_that_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2}))
+    monkeypatch.chdir(tmp_path)
+    assert [config(name).n_layer for name in (f"{tmp_path}/gpt2", "./gpt2", "gpt2")] == [2, 2, 2]
+    (tmp_path / "gpt2" / "config.json").unlink()
+    assert config("openai-community/gpt2").n_layer == 12
 
 
 def test_of_experts_those_that_a_token_meets_are_computed() -> None:
