@@ -35,7 +35,7 @@ HALVES = ("bf16", "fp16", "amp")
 FREE = Link(1e9)
 LAYERS_AT_ONCE = 2
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "none": 0}
-"""Bytes of an element of the gradient that FSDP scatters."""
+"""Bytes of an element of the gradient that FSDP scatters; hooks of DDP, as of fp8, are not for FSDP."""
 STATE = {"adamw": 8.0, "sgd": 4.0}
 """Bytes per parameter that the user's own optimizer keeps."""
 
@@ -117,7 +117,7 @@ class TrainingPlan:
             return True
         if self.sharding == "fsdp":
             return method.name in WIDTHS
-        return method.dense or (method.hierarchical and not method.local)
+        return method.name in WIDTHS or (method.hierarchical and not method.local)
 
     def memory_gb(self, t: Timeline, cluster: Cluster, method: MethodSpec, saved_bytes: float) -> float:
         """(4), in GB. saved_bytes: activations of one micro-batch."""

@@ -234,6 +234,8 @@ def test_a_method_that_a_layout_cannot_run_is_refused() -> None:
         ask(10, TrainingPlan("fsdp"), methods=["birder_hierarchical"])
     with pytest.raises(ValueError, match="accumulation must be at least 1"):
         TrainingPlan(accumulation=0)
+    with pytest.raises(ValueError, match="fp8 needs the whole model"):  # its hook is DDP's
+        ask(10, TrainingPlan("hsdp"), methods=["fp8"])
 
 
 # ---- links ---------------------------------------------------------------------------------------------------------------
