@@ -111,8 +111,7 @@ class Answer:
         bf16, said = p["bf16"].ms, []
         if self.gpu and not any(self.fits(r.name) for r in p.rows):
             there = f"{digits(min(self.memory.values()), 3)} GB of {self.gpu.gb:g} GB on one {self.gpu.label}"
-            more = "Shard it (sharding=hsdp), or take a smaller batch or checkpointing=true."
-            said.append(f"It does not fit: {there}. {more}")
+            said.append(f"It does not fit: {there}. {self._smaller()}")
         if self.plan.sharding == "fsdp":
             share = 1 - p["none"].ms / bf16
             why = "FSDP over all ranks has no replicas to compress between"
@@ -130,6 +129,14 @@ class Answer:
             gain = f"{far.method.label} ({far.method.about}) would be {bf16 / far.ms:.3g}x as fast as bf16"
             said.append(f"{gain}, with a model of its own on every rank.")
         return said
+
+    def _smaller(self) -> str:
+        """What needs less memory: more shards than there are, where there can be, or fewer activations."""
+        c, now, fewer = self.prediction.cluster, self.plan.sharding, "take a smaller batch or checkpointing=true."
+        if now == "fsdp" or c.ranks == 1:
+            return fewer.capitalize()
+        wider = "hsdp" if now == "ddp" and min(c.nodes, c.ranks_per_node) > 1 else "fsdp"
+        return f"Shard it (sharding={wider}), or {fewer}"
 
     def _percent(self, name: str) -> list[str]:
         """`saving` in per cent."""

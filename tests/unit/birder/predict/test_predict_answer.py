@@ -301,6 +301,27 @@ def test_what_does_not_fit_is_said_first() -> None:
     assert not ask(10, gpu=big, saved_bytes=40e9).sentences()[0].startswith("It does not fit")
 
 
+@pytest.mark.parametrize(
+    ("sharding", "nodes", "ranks", "advice"),
+    [
+        ("ddp", 4, 8, "sharding=hsdp"),
+        ("ddp", 4, 1, "sharding=fsdp"),
+        ("hsdp", 4, 8, "sharding=fsdp"),
+        ("hsdp", 4, 1, "sharding=fsdp"),
+        ("hsdp", 1, 8, ". Take a smaller batch"),
+        ("fsdp", 4, 8, ". Take a smaller batch"),
+        ("ddp", 1, 1, ". Take a smaller batch"),
+    ],
+)
+def test_what_does_not_fit_is_advised_more_shards_than_it_has(
+    sharding: Any, nodes: int, ranks: int, advice: str
+) -> None:
+    cluster = Cluster.of_gpus(nodes, ranks, Link(10.0))
+    first = answer(timeline(), cluster, TrainingPlan(sharding), gpu=find("l4"), saved_bytes=40e9).sentences()[0]
+    assert first.startswith("It does not fit: ")
+    assert advice in first
+
+
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("SGDM", {}),
     "birder": ("Birder", {}),
