@@ -197,7 +197,8 @@ class Answer:
             "gpu": p.timeline.gpu,
             "nodes": p.cluster.nodes,
             "ranks_per_node": p.cluster.ranks_per_node,
-            "gbps": p.cluster.between.gbps,
+            "gbps": p.cluster.nic_gbps,
+            "nics": p.cluster.nics,
             "rows": [
                 {
                     "method": r.name,

@@ -375,3 +375,5 @@ def test_json_holds_every_row() -> None:
     assert {r["method"] for r in plain["rows"]} == {r.name for r in found.prediction.rows}
     assert plain["pays"] is found.pays
     assert all(r["low_ms"] <= r["ms"] <= r["high_ms"] for r in plain["rows"])
+    two = answer(timeline(), replace(found.prediction.cluster, between=Link(50.0), nics=2.0)).plain()
+    assert (two["gbps"], two["nics"]) == (25.0, 2.0)  # of one NIC, as cluster.gbps
