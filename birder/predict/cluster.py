@@ -142,6 +142,16 @@ class Cluster:
         return replace(self, between=replace(self.between, gbps=gbps * self.nics))
 
     @property
+    def spread(self) -> float:
+        """Of the link that ranks share."""
+        return self._shape[2].spread
+
+    def faster(self, factor: float) -> Cluster:
+        """The same where the link that ranks share carries so many times as much."""
+        link = replace(self._shape[2], gbps=factor * self._shape[2].gbps)
+        return replace(self, inside=link) if self.nodes == 1 else replace(self, between=link)
+
+    @property
     def nic_gbps(self) -> float:
         """Of one NIC, which is what `at` takes."""
         return self.between.gbps / self.nics

@@ -146,12 +146,10 @@ def _sharded(t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, pl
 def _interval(
     t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, layout: Layout, step: Step, bound: float
 ) -> tuple[float, float]:
-    spread = cluster.between.spread
+    spread = cluster.spread
     ends = [step.ms]
     if spread:
-        ends += [
-            simulate(t, cluster.at(cluster.nic_gbps * (1 + s)), method, costs, layout).ms for s in (spread, -spread)
-        ]
+        ends += [simulate(t, cluster.faster(1 + s), method, costs, layout).ms for s in (spread, -spread)]
     low, high = min(ends), max(ends)
     if layout.gpu and method.name != "none":
         high += step.encode_ms

@@ -37,6 +37,11 @@ def test_intervals_hold_the_value_and_grow_with_what_is_not_known() -> None:
         assert b.high >= a.high
     value, low, high = unsure.speedup("birder")
     assert low < value < high
+    for nodes, part in ((1, "inside"), (2, "between")):  # whichever link ranks share
+        cluster = Cluster(nodes, 4, link(5.0), inside=link(5.0), ring=False)
+        unsure = replace(cluster, **{part: link(5.0, spread=0.4)})  # type: ignore[arg-type]
+        known, wider = (predict(bert(), c, ["bf16"])["bf16"] for c in (cluster, unsure))
+        assert wider.low < known.low < known.high < wider.high
 
 
 def test_what_a_measured_step_took_above_its_prediction_is_in_every_method_that_communicates() -> None:
