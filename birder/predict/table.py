@@ -347,8 +347,7 @@ def crossover(
     to `highest`; `highest`: it does, at all of them. beyond_ms, local_steps, plan: as in `predict`. unsure: of computing,
     relative. Raises ValueError as `predict`, for one node, which has no link to others, and for sharding=fsdp.
     """
-    if cluster.nodes == 1:
-        raise ValueError("with one node there is no link between nodes whose rate could matter")
+    _require_nodes(cluster)
     if not 0 < lowest < highest:
         raise ValueError(f"lowest must be positive and below highest, got {lowest:g} and {highest:g}")
     if plan.sharding == "fsdp":
@@ -372,6 +371,11 @@ def crossover(
         return at
 
     return {m.name: _below(pays(m.name), lowest, highest) for m in chosen}
+
+
+def _require_nodes(cluster: Cluster) -> None:
+    if cluster.nodes == 1:
+        raise ValueError("with one node there is no link between nodes whose rate could matter")
 
 
 def _below(pays: Callable[[float], bool], lowest: float, highest: float) -> float | None:
@@ -398,9 +402,14 @@ def sweep(
     local_steps: int | None = None,
     plan: TrainingPlan = DDP,
 ) -> list[Prediction]:
-    """A prediction for each value of `gbps` or `nodes`, as `predict` makes it. Raises ValueError for another name."""
+    """A prediction for each value of `gbps` or `nodes`, as `predict` makes it.
+
+    Raises ValueError for another name, and for rates where one node has no link to others.
+    """
     if over not in ("gbps", "nodes"):
         raise ValueError(f"a sweep goes over gbps or nodes, not {over!r}")
+    if over == "gbps":
+        _require_nodes(cluster)
 
     def there(value: float) -> Cluster:
         return cluster.at(value) if over == "gbps" else replace(cluster, nodes=value if value % 1 else int(value))  # type: ignore[arg-type]

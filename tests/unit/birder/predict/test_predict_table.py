@@ -179,6 +179,7 @@ def test_the_crossover_of_a_layout_is_that_of_its_replicas() -> None:
         (lambda: Costs.of_bandwidth(0.0), "must be positive"),
         (lambda: crossover(bert(), Cluster(1, 8, link(1.0))), "one node"),
         (lambda: sweep(bert(), Cluster(2, 8, link(1.0)), "moons", [1]), "gbps or nodes"),
+        (lambda: sweep(bert(), Cluster(1, 8, link(1.0)), "gbps", [1.0, 2.0]), "with one node there is no link"),
         (lambda: bert().scaled(0.0), "positive factor"),
     ],
 )
