@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.comm import Topology
 from birder.predict.cluster import NVLINK, Cluster, Link
 from birder.predict.costs import Costs
 from birder.predict.measuring import Links, measure_kernels, measure_link
 from birder.predict.methods import METHODS
-from birder.predict.recording import record
+from birder.predict.recording import record, topology_of
 from birder.predict.simulation import FIRST_BUCKET_MB, Layout, simulate
 from birder.predict.table import Prediction, crossover, predict
 from birder.predict.timeline import Timeline
@@ -135,7 +134,7 @@ def advise(
     found: list[Any] = [measure_kernels(device)]
     group = ddp_model.process_group
     dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
-    topology, gpu = Topology.from_env(dist.get_world_size(group)), device.type == "cuda"
+    topology, gpu = topology_of(group), device.type == "cuda"
     cluster = Cluster(
         topology.nodes,
         topology.ranks_per_node,

@@ -17,7 +17,7 @@ from birder.comm.collectives import backend_for
 from birder.comm.groups import part
 from birder.predict.cluster import Link
 from birder.predict.costs import BYTES, Costs
-from birder.predict.recording import clock_of
+from birder.predict.recording import clock_of, topology_of
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20)
 """Bytes of the tensors that `measure_link` sends."""
@@ -48,7 +48,7 @@ def measure_link(
     world = group or dist.group.WORLD
     assert world is not None
     ranks = dist.get_process_group_ranks(world)
-    topology = topology or Topology.from_env(len(ranks))
+    topology = topology or topology_of(world)
     if topology.world_size != len(ranks):
         raise ValueError(f"the topology has {topology.world_size} ranks, the process group {len(ranks)}")
     local, mine = topology.ranks_per_node, dist.get_rank(world)

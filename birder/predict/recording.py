@@ -15,12 +15,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from birder.comm import Topology
+from birder.comm import Topology, launcher
 from birder.predict.timeline import Gradient, IntraNode, Timeline
 
 WARMUP = 3
 """Steps before the measured ones: DDP rebuilds its buckets after the first."""
 BEGIN, FORWARD, UPDATE, UPDATED, END = "<begin>", "<forward>", "<update>", "<updated>", "<end>"
+
+
+def topology_of(group: dist.ProcessGroup) -> Topology:
+    """Of a group's ranks, which may be a part of the world: what the launcher says is about all of it.
+
+    Raises ValueError where they do not lie on nodes of as many each.
+    """
+    local = launcher.ranks_per_node(dist.get_world_size())
+    return Topology.of_ranks(dist.get_process_group_ranks(group), local or dist.get_world_size())
 
 
 class Clock:
@@ -165,6 +174,6 @@ def record(
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         precision=str(next(ddp_model.parameters()).dtype).rpartition(".")[2],
         batch_per_gpu=max(1, watch.batch),
-        gpus_per_node=Topology.from_env(dist.get_world_size(group)).ranks_per_node,
+        gpus_per_node=topology_of(group).ranks_per_node,
         command=" ".join(Path(a).name if i == 0 else a for i, a in enumerate(sys.argv)) or "python",
     )

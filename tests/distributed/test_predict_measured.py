@@ -20,7 +20,7 @@ from birder import predict
 from birder.comm import Topology
 from birder.predict.advice import Advice, _running
 from birder.predict.costs import BYTES
-from birder.predict.recording import assemble
+from birder.predict.recording import assemble, topology_of
 from birder.predict.simulation import Layout
 from birder.predict.timeline import problem, read, write
 from tests.helpers import ROOT
@@ -95,6 +95,22 @@ def linked(rank: int, size: int) -> None:
     for _ in range(2):  # torch keeps a group to the end of the process: those of the first time serve again
         predict.measure_link(topology=Topology(2, 2), sizes=(4096,))
     assert len(dist.distributed_c10d._world.pg_map) == groups
+
+
+def of_a_part(rank: int, size: int) -> None:
+    """Two models on two ranks each, on two nodes of two: side by side on a node, then one rank on each."""
+    for first, nodes in ((lambda r: r // 2 * 2, 1), (lambda r: r % 2, 2)):
+        mine = [[r for r in range(size) if first(r) == first(k)] for k in range(size)]
+        made = {tuple(ranks): dist.new_group(ranks) for ranks in dict.fromkeys(map(tuple, mine))}
+        ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=made[tuple(mine[rank])])
+        assert topology_of(ddp.process_group) == Topology(nodes, 2 // nodes)
+        assert predict.record(ddp, lambda: ddp(torch.ones(1, 4)).sum().backward(), 1).gpus_per_node == 2 // nodes  # noqa: B023
+        found = predict.measure_link(ddp.process_group, sizes=(4096,))
+        assert (found.inside is None, found.between is None) == (nodes == 2, nodes == 1)
+
+
+def test_a_group_of_some_ranks_is_on_the_nodes_of_these() -> None:
+    run_ranks(of_a_part, 4, ranks_per_node=2)
 
 
 def test_a_step_of_ones_own_is_recorded() -> None:
