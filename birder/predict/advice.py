@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from birder.comm import Topology
 from birder.predict.cluster import NVLINK, Cluster, Link
 from birder.predict.costs import Costs
 from birder.predict.measuring import Links, measure_kernels, measure_link
@@ -134,17 +135,18 @@ def advise(
     found: list[Any] = [measure_kernels(device)]
     group = ddp_model.process_group
     dist.broadcast_object_list(found, src=dist.get_process_group_ranks(group)[0], group=group)
-    topology, gpu = topology_of(group), device.type == "cuda"
-    cluster = Cluster(
-        topology.nodes,
-        topology.ranks_per_node,
-        between=links.between or Link(10.0, 20.0, source="10 Gbit/s, assumed: there is one node here"),
-        inside=links.inside or NVLINK,
-        ring=gpu,
-    )
+    gpu = device.type == "cuda"
+    cluster = _measured_cluster(topology_of(group), links, gpu)
     mb = bucket_mb or 25.0
     layout = Layout(mb, mb if bucket_mb else FIRST_BUCKET_MB, gpu=gpu, shared=not gpu)
     return Advice(timeline, links, found[0], cluster, layout, _running(ddp_model))
+
+
+def _measured_cluster(topology: Topology, links: Links, gpu: bool) -> Cluster:
+    """Of GPUs as every question asks about them; on CPUs gloo's, whose dense all-reduces go by nodes."""
+    between = links.between or Link(10.0, 20.0, source="10 Gbit/s, assumed: there is one node here")
+    asked = Cluster.of_gpus(topology.nodes, topology.ranks_per_node, between, links.inside or NVLINK)
+    return asked if gpu else replace(asked, ring=False, borders=False)
 
 
 def _running(ddp_model: DistributedDataParallel) -> str | None:

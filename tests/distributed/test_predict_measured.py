@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder import predict
 from birder.comm import Topology
-from birder.predict.advice import Advice, _running
+from birder.predict.advice import Advice, _measured_cluster, _running
 from birder.predict.costs import BYTES
 from birder.predict.recording import assemble, topology_of
 from birder.predict.simulation import Layout
@@ -156,6 +156,15 @@ def test_an_advice_is_set_right_by_the_step_that_runs_now() -> None:
     assert unknown.here["fp32"].ms == expected
     assert "measured now" in str(unknown)
     assert "simulated for it" not in str(unknown)
+
+
+def test_gpus_that_were_measured_are_the_cluster_that_is_asked_about_elsewhere() -> None:
+    between, inside = predict.Link(25.0, 20.0), predict.Link(1000.0, 5.0)
+    links = predict.Links(between, inside)
+    asked = predict.Cluster.of_gpus(4, 8, between, inside)
+    assert _measured_cluster(Topology(4, 8), links, gpu=True) == asked
+    on_cpus = _measured_cluster(Topology(4, 8), links, gpu=False)
+    assert on_cpus == predict.Cluster(4, 8, between, inside, ring=False)
 
 
 def test_a_rate_that_would_change_nothing_is_refused() -> None:
