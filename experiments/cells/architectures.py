@@ -59,8 +59,8 @@ class Asked:
     fused_loss: bool = False
 
 
-FAILURES = (ValueError, RuntimeError, NotImplementedError, TypeError, AttributeError, ImportError, KeyError)
-"""What a user's own function or an odd configuration may raise."""
+FAILURES = Exception
+"""What a user's own function or an odd configuration may raise: anything."""
 
 
 def work(q: Asked, configuration: Any = None) -> Any:

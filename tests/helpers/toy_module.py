@@ -31,3 +31,9 @@ def frozen(batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
 def broken(batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
     """A function that fails."""
     raise RuntimeError(f"no room for\n{batch} samples")
+
+
+def uneven(batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A function that takes whole eights."""
+    assert batch % 8 == 0, f"no room for {batch} samples"
+    return make(batch)

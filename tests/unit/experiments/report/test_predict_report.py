@@ -340,6 +340,8 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         ),
         (["model=tests.helpers.toy_module:frozen", "steps=2"], "no parameter that gets a gradient"),
         (["model=tests.helpers.toy_module:broken", "steps=2", "batch=4"], "cannot be recorded: no room for 4 samples"),
+        (["model=tests.helpers.toy_module:uneven", "batch=4"], "cannot be counted without running it: no room for 4"),
+        (["model=tests.helpers.toy_module:uneven", "steps=2", "batch=4"], "cannot be recorded: no room for 4 samples"),
         (["model=torchvision:resnet18", "seq=5"], "seq=5 is for models of transformers that read tokens"),
         (["model=hf:vit", "seq=5"], "leave seq out"),
         (["model=tests.helpers.toy_module:make", "seq=9"], "leave seq out"),
