@@ -191,9 +191,10 @@ def _loss(net: Any, task: str, q: Asked) -> Callable[[], Any]:
         images = torch.randn(q.batch, getattr(config, "num_channels", 3), *pixels)
         labels = torch.zeros(q.batch, dtype=torch.long)
         return lambda: net(pixel_values=images, labels=labels).loss
-    longest = getattr(config, "max_position_embeddings", None)
-    if q.seq and longest and q.seq > longest and config.model_type in ("gpt2", "bert", "roberta", "opt"):
-        raise UserError(f"{q.model} takes {longest} tokens at most, not seq={q.seq}")
+    room = _positions(net)
+    if q.seq and room and q.seq > room:
+        raise UserError(f"{q.model} takes {room} tokens at most, not seq={q.seq}")
+    longest = room or getattr(config, "max_position_embeddings", None)
     tokens = torch.zeros(q.batch, q.seq or min(SEQ, longest or SEQ), dtype=torch.long)
     if task == "QuestionAnswering":
         at = torch.zeros(q.batch, dtype=torch.long)
@@ -206,6 +207,20 @@ def _loss(net: Any, task: str, q: Asked) -> Callable[[], Any]:
 
         return lambda: fused_loss(net(input_ids=tokens).logits)
     return lambda: net(input_ids=tokens, labels=tokens).loss
+
+
+def _positions(net: Any) -> int | None:
+    """How many tokens have a row in the model's tables of positions; None: it has none. On the meta device a row that is not
+    there is read without an error."""
+    from torch import nn
+
+    def first(table: nn.Embedding) -> int:
+        """The row of the first token: behind the one of padding, or where a table of transformers' own begins."""
+        plain = type(table) is nn.Embedding
+        return 1 + table.padding_idx if plain and table.padding_idx is not None else getattr(table, "offset", 0)
+
+    named = ((name.rpartition(".")[2], m) for name, m in net.named_modules() if isinstance(m, nn.Embedding))
+    return min((m.num_embeddings - first(m) for name, m in named if "pos" in name or name == "wpe"), default=None)
 
 
 def _no_tokens(q: Asked) -> str:

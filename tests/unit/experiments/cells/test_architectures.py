@@ -50,6 +50,24 @@ def test_a_folder_that_is_called_as_a_known_model_is_that_folder(
     assert config("openai-community/gpt2").n_layer == 12
 
 
+POSITIONS = {"Roberta": 514 - 2, "DistilBert": 512, "OPT": 2048, "Bart": 1024}
+"""Tokens that a model takes, of a table that may have rows for other ends, by transformers' name."""
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_no_more_tokens_than_there_are_positions(kind: str) -> None:
+    import transformers
+
+    layers = {"num_hidden_layers": 1, "decoder_layers": 1, "n_layers": 1, "max_position_embeddings": POSITIONS[kind]}
+    layers["max_position_embeddings"] += 2 * (kind == "Roberta")
+    shape = getattr(transformers, f"{kind}Config")(vocab_size=100, **layers)
+    usual, same = (work(Asked("hf:it", 1, "bf16", seq), shape) for seq in (None, min(1024, POSITIONS[kind])))
+    assert usual.tflop == same.tflop
+    work(Asked("hf:it", 1, "bf16", POSITIONS[kind]), shape)
+    with pytest.raises(UserError, match=f"hf:it takes {POSITIONS[kind]} tokens at most, not seq={POSITIONS[kind] + 1}"):
+        work(Asked("hf:it", 1, "bf16", POSITIONS[kind] + 1), shape)
+
+
 def test_of_experts_those_that_a_token_meets_are_computed() -> None:
     from transformers import MixtralConfig
 
