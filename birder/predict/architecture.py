@@ -127,7 +127,7 @@ def count(
     counter = _Counter(compiled)
     ready: dict[str, int] = {}
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
-    hooks = [module.register_forward_pre_hook(lambda _, args: _cast(args, dtype))] if dtype else []
+    hooks = [module.register_forward_pre_hook(_casting(dtype), with_kwargs=True)] if dtype else []
     for name, p in module.named_parameters():
         if p.requires_grad:
             own = p.untyped_storage()._cdata
@@ -155,8 +155,13 @@ def count(
     return Work(model, precision, batch, tuple(kernels), forward, ready, shapes, counter.saved, host)
 
 
-def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[Any, ...]:
-    return tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+def _casting(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """A hook that casts a module's inputs, also those that are given by name."""
+
+    def cast(a: Any) -> Any:
+        return a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a
+
+    return lambda _, args, named: (tuple(map(cast, args)), {name: cast(a) for name, a in named.items()})
 
 
 def _with_casts(

@@ -171,7 +171,10 @@ def of_transformers(config: Any, q: Asked) -> tuple[Any, Callable[[], Any]]:
         raise UserError(f"{q.model}: transformers trains no {config.model_type} as {', '.join(TASKS)}")
     task, auto = found
     config.loss_type = {"CausalLM": "ForCausalLM", "MaskedLM": "ForMaskedLM"}.get(task)
-    net = auto.from_config(config, attn_implementation=q.attention)
+    try:
+        net = auto.from_config(config, attn_implementation=q.attention)
+    except ValueError:  # it does not have this one, and is trained with its own
+        net = auto.from_config(config, attn_implementation="eager")
     net.train()
     if q.checkpointing:
         _checkpoint(net, q.checkpointing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,28 @@ def test_no_more_tokens_than_there_are_positions(kind: str) -> None:
     work(Asked("hf:it", 1, "bf16", POSITIONS[kind]), shape)
     with pytest.raises(UserError, match=f"hf:it takes {POSITIONS[kind]} tokens at most, not seq={POSITIONS[kind] + 1}"):
         work(Asked("hf:it", 1, "bf16", POSITIONS[kind] + 1), shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Swin", {"depths": [1, 1], "num_heads": [2, 2]}),  # its images come by name
+        ("ConvNext", {"depths": [1, 1, 1, 1]}),  # without attention
+        (
+            "GPTNeo",
+            {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "vocab_size": 100},
+        ),  # none in torch's
+    ],
+)
+def test_models_with_inputs_and_attention_of_their_own_are_counted_in_half_precision(
+    kind: str, options: dict[str, Any]
+) -> None:
+    import transformers
+
+    shape = getattr(transformers, f"{kind}Config")(**options)
+    half, full = (work(Asked("hf:it", 1, precision), shape) for precision in ("bf16", "fp32"))
+    assert half.tflop == full.tflop > 0
+    assert half.saved_bytes < full.saved_bytes
 
 
 def test_of_experts_those_that_a_token_meets_are_computed() -> None:
