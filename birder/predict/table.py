@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from birder.predict.cluster import Cluster
+from birder.predict.cluster import Cluster, Link
 from birder.predict.costs import Costs
 from birder.predict.layouts import DDP, HALVES, WIDTHS, TrainingPlan
 from birder.predict.methods import METHODS, WARM, MethodSpec, every
@@ -295,6 +295,8 @@ def render(p: Prediction) -> str:
     link = (
         f"{c.between.gbps:.3g} Gbit/s between nodes" if c.nodes > 1 else f"{c.inside.gbps:.4g} Gbit/s inside the node"
     )
+    source = (c.between if c.nodes > 1 else c.inside).source
+    link += f" ({source})" if source != Link.source else ""
     about = [
         f"{t.name}: {t.elements / 1e6:.4g} M parameters, {t.step_ms:.4g} ms of forward and backward on {t.gpu}",
         f"{c.nodes} x {c.ranks_per_node} ranks, {link}; kernels: {p.costs.source}",

@@ -80,6 +80,13 @@ def test_the_table_names_every_row_and_ends_with_the_sentence() -> None:
     assert made_["birder_hierarchical"].state_bytes == made_.timeline.elements
 
 
+def test_a_link_that_nobody_stated_says_where_it_is_from() -> None:
+    for nodes, between, inside in ((4, "assumed", "stated"), (1, "stated", "measured")):
+        cluster = Cluster(nodes, 8, link(10.0, source=between), inside=link(10.0, source=inside))  # type: ignore[arg-type]
+        text = str(predict(bert(), cluster))
+        assert (f"({between if nodes > 1 else inside})" in text, "(stated)" in text) == (True, False)
+
+
 def test_below_its_crossover_a_method_pays_and_above_it_does_not() -> None:
     t, c = bert(), Cluster(8, 8, link(10.0))
     found = crossover(t, c, ["birder_hierarchical", "fp32"])
