@@ -185,6 +185,8 @@ def problem(t: Timeline) -> str | None:
         return "a time is not a number"
     if not 0 < t.forward_ms <= min(times) or max(times) > t.step_ms:
         return "times must obey 0 < forward_ms <= ready_ms <= step_ms"
+    if min(t.update_ms or 0.0, t.wall_ms or 0.0) < 0:
+        return "update_ms and wall_ms must not be negative"
     if t.batch_per_gpu < 1 or t.gpus_per_node < 1:
         return "batch_per_gpu and gpus_per_node must be at least 1"
     if (t.source is None) == (t.command is None):

@@ -56,6 +56,8 @@ def test_a_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
         (changed(gpu=5), "gpu must be of type str, not 5"),
         (changed(batch_per_gpu="32"), "batch_per_gpu must be of type int, not '32'"),
         (changed(update_ms="slow"), "update_ms must be of type float, not 'slow'"),
+        (changed(update_ms=-2.0), "update_ms and wall_ms must not be negative"),
+        (changed(wall_ms=-2.0), "update_ms and wall_ms must not be negative"),
         (changed(step_ms=5.0), "forward_ms <= ready_ms <= step_ms"),
         (changed(forward_ms=3.5), "forward_ms <= ready_ms <= step_ms"),
         (changed(forward_ms=0.0), "forward_ms <= ready_ms <= step_ms"),
