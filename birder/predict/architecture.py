@@ -57,7 +57,8 @@ class GpuKernel:
 @dataclass(frozen=True)
 class Work:
     """One step of a model. forward: kernels of forward; ready: parameter -> kernels done when its gradient is ready;
-    saved_bytes: of activations that backward needs, at the end of forward; host_us: see `HOST_US`."""
+    saved_bytes: of activations that backward needs, at the end of forward, and of frozen parameters; host_us: see
+    `HOST_US`."""
 
     model: str
     precision: str
@@ -122,6 +123,8 @@ def count(
     gradient and for a matrix product whose operations are not known.
     """
     dtype, own_dtype = HALF.get(precision), next((p.dtype for p in module.parameters()), None)
+    half = 0 if dtype is None else dtype.itemsize
+    frozen = sum(p.numel() * (p.element_size() + half) for p in module.parameters() if not p.requires_grad)
     if dtype is not None:
         module.to(dtype)
     counter = _Counter(compiled)
@@ -129,9 +132,8 @@ def count(
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
     hooks = [module.register_forward_pre_hook(_casting(dtype), with_kwargs=True)] if dtype else []
     for name, p in module.named_parameters():
+        counter.parameters.add(p.untyped_storage()._cdata)
         if p.requires_grad:
-            own = p.untyped_storage()._cdata
-            counter.parameters.add(own)
             hooks.append(p.register_post_accumulate_grad_hook(lambda _, n=name: ready.__setitem__(n, counter.done)))
     counting = _COUNTER.set(counter)
     try:
@@ -152,7 +154,7 @@ def count(
     if dtype is not None:
         kernels, forward, ready = _with_casts(kernels, forward, ready, shapes)
     host = (LAUNCH_US, LAUNCH_US) if compiled else HOST_US
-    return Work(model, precision, batch, tuple(kernels), forward, ready, shapes, counter.saved, host)
+    return Work(model, precision, batch, tuple(kernels), forward, ready, shapes, counter.saved + frozen, host)
 
 
 def _casting(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
