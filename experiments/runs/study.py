@@ -199,8 +199,8 @@ class SweepQueue:
     said: dict[int, str] = field(default_factory=dict)
 
     def name(self, overrides: Sequence[str]) -> Hashable:
-        """Of a row, by its overrides."""
-        return asked([*overrides, *self.given])
+        """Of a row, by its overrides: as records have them, which are written of what is composed."""
+        return asked(compose.readable([*overrides, *self.given]))
 
     def composed(self, overrides: Sequence[str]) -> Composed:
         own = [] if self.wandb_group is None else [f"wandb.group={self.wandb_group}"]

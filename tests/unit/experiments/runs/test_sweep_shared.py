@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from experiments import sweep
+from experiments.config import compose
 from experiments.records import privacy, record
 from experiments.report import tables
 from experiments.runs import start, study
@@ -177,6 +178,17 @@ def test_a_run_is_known_however_it_is_typed_and_kept() -> None:
     assert one != study.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=2"])
     assert one != study.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "data.path=x"])
     assert one != study.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandbx=y"])
+
+
+@pytest.mark.parametrize("place", ["~/data", "/home/j\u00fcrgen/data", "/set(1)"])
+def test_a_path_that_needs_quotes_or_a_home_is_known_again(place: str, tmp_path: Path) -> None:
+    """Records hold it as Hydra reads it, and the user types it as the shell takes it."""
+    (tmp_path / "mine.yaml").write_text(GRID)
+    first = sweep.sweeps.rows(sweep.sweeps.load(str(tmp_path / "mine.yaml")), ["sgdm"])[0]
+    typed = [*first.overrides, f"data.path={place}"]
+    leave_record(compose.readable(typed), tmp_path, "there")
+    queue = study.SweepQueue([first], study.Study("digits", str(tmp_path)), [f"data.path={place}"])
+    assert queue.standing(first) == study.RECORDED
 
 
 def test_published_runs_count_where_they_are_asked_for(
