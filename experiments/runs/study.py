@@ -6,6 +6,7 @@ command share the runs. A run whose loss diverged counts as run; one that failed
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -16,6 +17,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+
 from experiments.config import compose
 from experiments.config.compose import Composed
 from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, changed_midway, within
@@ -25,7 +28,7 @@ from experiments.records.record import ResultRecord, is_finite, loss_diverged
 from experiments.report.accuracy import HELD_OUT
 from experiments.report.comparison import counts
 from experiments.runs import command, start
-from launch import lock
+from launch import hosts, lock
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
@@ -41,17 +44,32 @@ POLL_S = 5.0
 # ---- which runs are the same ------------------------------------------------------------------------------------------
 
 
-def asked(overrides: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def asked(overrides: Sequence[str], nodes: int | None = None) -> tuple[tuple[str, str], ...]:
     """What a command line asks to be run: two runs of which this is equal are the same run. The only rule.
 
     Its keys in any order, without those that only say how a run is kept or, but for times, how its sums are ordered; of a key
     given twice the last. Numbers are the same however they are written: 1e-5, 1.0e-05; so are keys under their old names.
-    What is not typed does not count, so that a study continues when defaults have changed.
+    What is not typed does not count, so that a study continues when defaults have changed. Of hosts their number counts.
+
+    nodes: of a record, which hides the hosts.
     """
-    clean = (old_keys.override(privacy.clean_text(o, Path.cwd())).lstrip("+").partition("=") for o in overrides)
+    counted = (_number_of_hosts(o, nodes) for o in overrides)
+    clean = (old_keys.override(privacy.clean_text(o, Path.cwd())).lstrip("+").partition("=") for o in counted)
     last = {key: of_number(value) for key, _, value in clean}
     ignored = (*BOOKKEEPING, *(() if last.get("evaluate") == "false" else SAME_NUMBERS))
     return tuple(sorted((k, v) for k, v in last.items() if not within(k, ignored)))
+
+
+def _number_of_hosts(override: str, nodes: int | None) -> str:
+    """A list of hosts as what it says of the run: the number of nodes. Any other override unchanged."""
+    sign, key, listed = override.partition("cluster.hosts=")
+    if not key or sign.strip("+"):
+        return override
+    if listed != privacy.HIDDEN:
+        with contextlib.suppress(yaml.YAMLError):
+            found = yaml.safe_load(listed)
+            nodes = len(hosts.parse(found)) if isinstance(found, str | list) else None
+    return override if nodes is None else f"cluster.nodes={nodes}"
 
 
 def of_number(text: str) -> str:
@@ -111,7 +129,7 @@ class Study:
         folders = [folder for folder in (*self.others, Path(self.results_dir)) if folder.is_dir()]
         for r in (r for folder in folders for r in record.read_all(folder)):
             if r.exp == self.exp and not changed_midway(r.config):
-                name = asked(r.overrides)
+                name = asked(r.overrides, r.nodes)
                 if r.status == "completed" or name not in self.known or self.known[name].status != "completed":
                     self.known[name] = r
 

@@ -180,6 +180,18 @@ def test_a_run_is_known_however_it_is_typed_and_kept() -> None:
     assert one != study.asked(["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1", "train.epochs=1", "wandbx=y"])
 
 
+def test_hosts_count_by_their_number(tmp_path: Path) -> None:
+    """A run on two hosts is not the record of one on four; records name no host."""
+    typed = ["+exp=digits", "optimizer.lr=0.1", "cluster=ssh"]
+    made = a_record("SGDM fp32", exp="digits", nodes=2, overrides=[*typed, "cluster.hosts=\u2026"])
+    record.write(made, tmp_path)
+    known = study.Study("digits", str(tmp_path))
+    two = ("a,b", '"a,b"', "[a,root@b:22]", "c,d")
+    assert all(known.done(study.asked([*typed, f"cluster.hosts={hosts}"])) for hosts in two)
+    assert known.done(study.asked([*typed, "cluster.hosts=c,d", "cluster.nodes=2"]))
+    assert not known.done(study.asked([*typed, "cluster.hosts=a,b,c,d"]))
+
+
 @pytest.mark.parametrize("place", ["~/data", "/home/j\u00fcrgen/data", "/set(1)"])
 def test_a_path_that_needs_quotes_or_a_home_is_known_again(place: str, tmp_path: Path) -> None:
     """Records hold it as Hydra reads it, and the user types it as the shell takes it."""
