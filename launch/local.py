@@ -54,7 +54,7 @@ class LocalLauncher(Launcher):
         """Environment of one node's agent and so of its ranks."""
         ranks = self.nodes * self.ranks_per_node
         env, gpus = environment.fresh(os.environ, ranks), visible_gpus()
-        if len(gpus) >= ranks:
+        if len(gpus) >= ranks and self.device != "cpu":
             first = node_rank * self.ranks_per_node
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self.ranks_per_node])
         elif gpus and self.device != "cuda":

@@ -191,6 +191,7 @@ def _resolve(composed: Composed) -> dict[str, Any]:
     validate.check(everything)
     rules.check_scales(everything["scales"])
     rules.check_hook(everything)
+    rules.check_device(everything["cluster"])
     rules.check_precision(everything)
     rules.check_virtual(everything)
     schedules.check_keys(everything["train"]["lr_schedule"])

@@ -43,6 +43,14 @@ def check_hook(config: dict[str, Any]) -> None:
         raise UserError(f"{ask} would keep an overflow in its error for ever: set train.precision=bf16 or fp32")
 
 
+def check_device(cluster: dict[str, Any]) -> None:
+    """Raises UserError where a cluster's device does not go with its back end."""
+    if cluster.get("device") == "cpu" and cluster["backend"] == "nccl":
+        raise UserError(
+            "cluster.backend=nccl sends from GPUs, and cluster.device=cpu takes none: leave one of them auto"
+        )
+
+
 def check_precision(config: dict[str, Any]) -> None:
     """Raises UserError where a resolved configuration asks for a precision with what does not go with it."""
     train = config["train"]

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -80,13 +80,8 @@ def _agree(store: dist.Store, rank: int, size: int, backend: str) -> None:
 def world(spec: RunSpec) -> Iterator[Shard]:
     """The same with device and threads of a run. Raises UserError where its precision is not for that device."""
     cluster, threads = spec.config["cluster"], spec.config["train"]["threads"]
-    backend = cluster.get("backend", "auto")
-    if backend == "auto":
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-    device = torch.device("cpu")
-    if backend == "nccl" or cluster.get("device", "auto") == "cuda":
-        # On gloo ranks may share a GPU: their messages are staged in host memory (birder/comm/staged.py).
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
+    backend, device = placed(cluster)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     # What is refused first, so that a refusal leaves torch's settings as they were.
     products.check_device(spec.config["train"], device)
@@ -99,6 +94,18 @@ def world(spec: RunSpec) -> Iterator[Shard]:
         backend, float(cluster.get("collective_timeout_s", 300)), float(cluster.get("heartbeat_timeout_s", 30))
     ) as (rank, size):
         yield Shard(rank, size, device)
+
+
+def placed(cluster: dict[str, Any]) -> tuple[str, torch.device]:
+    """The back end and the device of this rank."""
+    backend, asked = cluster.get("backend", "auto"), cluster.get("device", "auto")
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() and asked != "cpu" else "gloo"
+    if backend != "nccl" and asked != "cuda":
+        return backend, torch.device("cpu")
+    # On gloo ranks may share a GPU: their messages are staged in host memory (birder/comm/staged.py).
+    number = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
+    return backend, torch.device("cuda", number)
 
 
 def allow_tf32(precision: str, device: torch.device) -> None:

@@ -181,6 +181,8 @@ def test_gpus_are_divided_among_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, "0,2,4,6")
     launcher = LocalLauncher(nodes=2, ranks_per_node=2)
     assert [launcher.environment(k)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["0,2", "4,6"]
+    on_cpu = LocalLauncher(nodes=2, ranks_per_node=2, device="cpu")
+    assert [on_cpu.environment(k)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["", ""]
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -360,6 +360,13 @@ def test_headline_names_a_command_that_there_is() -> None:
     assert start.make_command("cser_imagenet") == "make exp EXP=cser_imagenet"
 
 
+def test_a_device_that_does_not_go_with_the_back_end() -> None:
+    rules.check_device({"backend": "auto", "device": "cpu"})
+    rules.check_device({"backend": "nccl"})  # of ssh, which has no such key
+    with pytest.raises(UserError, match=r"cluster\.device=cpu takes none"):
+        rules.check_device({"backend": "nccl", "device": "cpu"})
+
+
 def test_a_launch_resolves_its_configuration_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks gets a copy of its own; a configuration that is changed is resolved anew."""
     resolved = 0

@@ -13,7 +13,7 @@ import torch
 import birder
 from experiments.training import sharded
 from experiments.training.resume import Checkpoints
-from experiments.training.world import allow_tf32
+from experiments.training.world import allow_tf32, placed
 from launch.errors import UserError
 
 GPU = torch.device("cuda", 0)
@@ -37,6 +37,24 @@ def test_tf32_is_what_the_precision_says(flags: Any) -> None:
         assert flags() == (allowed, allowed)
     with pytest.raises(UserError, match="tf32 is a GPU's format"):
         allow_tf32("tf32", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "backend", "device"),
+    [
+        ({}, "nccl", "cuda:1"),
+        ({"device": "cpu"}, "gloo", "cpu"),
+        ({"backend": "gloo"}, "gloo", "cpu"),
+        ({"backend": "gloo", "device": "cuda"}, "gloo", "cuda:1"),
+    ],
+)
+def test_the_device_is_the_one_that_was_asked_for(
+    cluster: dict[str, Any], backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert placed(cluster) == (backend, torch.device(device))
 
 
 def test_a_checkpoint_has_the_state_of_the_gpus_generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
