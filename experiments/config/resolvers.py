@@ -54,7 +54,8 @@ def _has_gpus(cluster: DictConfig) -> bool:
     from launch.probe import visible_gpus
 
     if cluster.get("name") != "slurm":
-        return bool(visible_gpus())
+        device, backend = cluster.get("device", "auto"), cluster.get("backend")
+        return device != "cpu" and (device == "cuda" or backend != "gloo") and bool(visible_gpus())
     from launch.slurm import job
 
     if cluster.get("backend") != "auto":

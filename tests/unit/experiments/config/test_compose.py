@@ -367,6 +367,23 @@ def test_a_device_that_does_not_go_with_the_back_end() -> None:
         rules.check_device({"backend": "nccl", "device": "cpu"})
 
 
+@pytest.mark.parametrize(
+    ("more", "scale"),
+    [
+        ([], "paper"),
+        (["cluster.device=cpu"], "quick"),
+        (["cluster.backend=gloo"], "quick"),
+        (["cluster.backend=gloo", "cluster.device=cuda"], "paper"),
+    ],
+)
+def test_the_scale_is_the_papers_where_ranks_take_gpus(
+    more: list[str], scale: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("launch.probe.visible_gpus", lambda: ["0"])
+    composed = compose.compose(["+exp=resnet50", "cluster=local", f"data.path={tmp_path}", *more])
+    assert composed.config.scale.name == scale
+
+
 def test_a_launch_resolves_its_configuration_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks gets a copy of its own; a configuration that is changed is resolved anew."""
     resolved = 0
