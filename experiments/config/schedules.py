@@ -35,7 +35,7 @@ def factor(schedule: dict[str, Any], step: int, total_steps: int, steps_per_epoc
     constant: 1;  linear: falls to `final` at the last step;  cosine: the same along half a cosine;
     polynomial: the same as (what is left of the steps) to the power `power`;
     exponential: times `gamma` after each `every` steps (below 1: a fraction of all steps);
-    step: times `gamma` after each epoch in `milestones`.
+    step: times `gamma` after each number of epochs in `milestones`, such as 1.5.
     """
     given = _given(schedule)
     warm = _steps(given.get("warmup", 0), total_steps)
@@ -53,8 +53,8 @@ def factor(schedule: dict[str, Any], step: int, total_steps: int, steps_per_epoc
         every = max(1, _steps(given.get("every", 1), total_steps))
         return float(given.get("gamma", 0.99) ** ((step - warm - 1) // every))
     if name == "step":
-        epoch = (step - 1) // steps_per_epoch
-        return float(given.get("gamma", 0.1) ** sum(epoch >= m for m in given.get("milestones", [])))
+        epochs = (step - 1) / steps_per_epoch  # not whole ones: a milestone may lie within an epoch
+        return float(given.get("gamma", 0.1) ** sum(epochs >= m for m in given.get("milestones", [])))
     return 1.0
 
 

@@ -60,6 +60,14 @@ def test_steps_as_for_wide_resnet_in_cser() -> None:
     assert at(schedule, *steps, total=2_000) == pytest.approx(expected)
 
 
+def test_a_milestone_may_lie_within_an_epoch() -> None:
+    schedule = {"name": "step", "milestones": [0.5, 1.25], "gamma": 0.5}
+    assert at(schedule, 5, 6, 10, 13, 14, 20, total=20) == [1, 0.5, 0.5, 0.5, 0.25, 0.25]
+    whole = {"name": "step", "milestones": [3], "gamma": 0.5}
+    for epoch in (1, 3, 7, 49, 781):
+        assert at(whole, 3 * epoch, 3 * epoch + 1, epoch=epoch) == [1, 0.5]
+
+
 def test_null_is_not_set() -> None:
     """How an experiment takes back a key of its workload's own schedule."""
     assert at({"name": "cosine", "milestones": None, "gamma": None}, 1) == [1]
