@@ -123,7 +123,7 @@ class SshLauncher(Launcher):
         (spec.path / "logs").mkdir(exist_ok=True)
         shutil.rmtree(spec.path / "agents", ignore_errors=True)
         running: list[subprocess.Popen] = []
-        completed = False
+        earlier, completed = _records(spec), False
         try:
             with process.stop_signals():
                 for node in range(self.nodes):
@@ -133,7 +133,9 @@ class SshLauncher(Launcher):
         finally:
             with process.undisturbed():
                 connection.close(running)
-            problems = self._gather(spec, completed)
+            # Where the folder of the run is shared, that of the results need not be.
+            elsewhere = completed and _records(spec) == earlier
+            problems = self._gather(spec, elsewhere)
         if failed is not None:
             failure.report(self._explain(spec, failed))
         if problems:
@@ -231,13 +233,14 @@ class SshLauncher(Launcher):
         if number := sum(map(bool, problems)):
             raise UserError(f"{number} of {self.nodes} hosts cannot take part: nothing was started")
 
-    def _gather(self, spec: RunSpec, completed: bool) -> dict[int, str]:
-        """Brings here what the run has left on hosts that do not share this folder. Returns why, for each that fails."""
+    def _gather(self, spec: RunSpec, elsewhere: bool) -> dict[int, str]:
+        """Brings here what the run has left on hosts that do not share this folder. Returns why, for each that fails.
+
+        elsewhere: whether its record is on a host, of those too that share the folder.
+        """
         results = Path(spec.config["results_dir"])
         arguments = ["gather", spec.run_dir, str(results), spec.id]
         command = self._in_directory(self.python, "-m", "launch.ssh.remote", *arguments)
-        # Where the folder of the run is shared, that of the results need not be.
-        elsewhere = completed and not any((results / "records").glob(f"{spec.id}*.json"))
         nodes = [k for k in range(self.nodes) if elsewhere or not self.shared[k]]
         with tempfile.TemporaryDirectory() as folder:
             outputs = [Path(folder) / f"{node}.tar" for node in range(self.nodes)]
@@ -254,6 +257,12 @@ class SshLauncher(Launcher):
 
     def _in_directory(self, *command: str) -> str:
         return f"cd {shlex.quote(self.directory)} && exec {shlex.join(command)}"
+
+
+def _records(spec: RunSpec) -> dict[Path, int]:
+    """The records of the run that are here, and when each was written: a resumed run may have one of its earlier start."""
+    found = (Path(spec.config["results_dir"]) / "records").glob(f"{spec.id}*.json")
+    return {path: path.stat().st_mtime_ns for path in found}
 
 
 def _ssh_log(spec: RunSpec, node: int) -> Path:

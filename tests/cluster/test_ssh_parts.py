@@ -6,17 +6,20 @@ import json
 import shlex
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.config import compose
+from experiments.records import record
 from launch import failure, hosts, process
 from launch.base import ROOT
 from launch.errors import UserError
 from launch.ssh import connection
 from launch.ssh.launcher import SshLauncher
+from tests.helpers.stub_run import make_spec
 from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ssh")]
@@ -127,9 +130,32 @@ def test_host_ends_what_its_command_leaves(tmp_path: Path, how: str) -> None:
     assert (tmp_path / "run/spec.yaml").read_text() == "a: 1\n"
 
 
+def test_the_record_of_a_resumed_run_takes_the_place_of_its_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the run is shared, that of the results is not; here is the record of the start that failed."""
+    spec = make_spec(tmp_path)
+    (tmp_path / "run").mkdir()
+    record.write_failed(spec, "rank 0: killed")
+    written = record.write(record.from_spec(spec), tmp_path / "host")
+
+    def fetch(commands: dict[int, str], outputs: list[Path]) -> dict[int, tuple[int, str]]:
+        for node in commands:
+            with tarfile.open(outputs[node], "w") as tar:
+                if node == 0:
+                    tar.add(written, f"results/records/{written.name}")
+        return dict.fromkeys(commands, (0, ""))
+
+    launcher = SshLauncher(hosts="a,b", ranks_per_node=1)
+    launcher.shared = [True, True]
+    monkeypatch.setattr(launcher, "command", lambda spec, node: ["true"])
+    monkeypatch.setattr(launcher.connections, "run", fetch)
+    launcher.run(spec)
+    assert record.ended_well(spec) is not None
+
+
 def test_unpacking_writes_nowhere_else(tmp_path: Path) -> None:
     import io
-    import tarfile
 
     with tarfile.open(tmp_path / "t.tar", "w") as tar:
         for name in ("run/logs/rank0.log", "results/records/x.json", "../evil", "run/../../evil", "other/evil"):
