@@ -32,7 +32,7 @@ from experiments.records import labels
 from experiments.report import methods_table
 from experiments.report.methods_table import EXP
 from experiments.runs import command, start
-from experiments.runs.study import Study, SweepQueue, asked, outcome
+from experiments.runs.study import Study, SweepQueue, asked, outcome, refuse_name
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import plan as worlds
 from launch.errors import UserError
@@ -129,6 +129,7 @@ def apart(composed: Sequence[Composed]) -> str | None:
 
 def all_methods(plan: MethodsRequest, methods: Sequence[str] | None) -> int:
     """Runs what is missing and prints the table. Returns the exit status; raises UserError before anything has run."""
+    refuse_name(plan.overrides)
     base = compose.compose([f"+exp={EXP}", *plan.overrides])
     if any(compose.key_of(o) in ("optimizer", "optimizer.lr", "seed", "tune") for o in plan.overrides):
         raise UserError("optimizers, learning rates and seeds are the table's own: use --methods and --seeds")

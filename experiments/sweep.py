@@ -25,7 +25,7 @@ from experiments.records.record import PUBLISHED
 from experiments.report import accuracy
 from experiments.report.table import terminal
 from experiments.runs import command, start
-from experiments.runs.study import Study, SweepQueue
+from experiments.runs.study import Study, SweepQueue, refuse_name
 from launch.errors import UserError
 
 
@@ -41,6 +41,7 @@ def sweep(
 
     others: as in `Study`. wandb_group: as in `SweepQueue`.
     """
+    refuse_name(given)
     if wrong := [o for o in given if compose.key_of(o) in ("exp", "optimizer", "optimizer.lr", "seed")]:
         raise UserError(f"{wrong[0]} is the sweep's own: use --methods, --rates and --seeds")
     if not rows:

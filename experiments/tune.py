@@ -39,7 +39,7 @@ from experiments.report.accuracy import HELD_OUT
 from experiments.report.formats import DASH
 from experiments.report.table import Column, Note, Table, terminal
 from experiments.runs import command, start
-from experiments.runs.study import Study, score
+from experiments.runs.study import Study, refuse_name, score
 from experiments.tracking import start as tracking
 from experiments.tracking.tracked import About
 from launch.errors import UserError
@@ -76,6 +76,7 @@ class TuneRequest:
         given = [(argument, compose.key_of(argument), argument.partition("=")[2]) for argument in arguments]
         if wrong := [a for a, key, _ in given if key in ("optimizer.lr", "seed", "train.max_steps", "train.epochs")]:
             raise UserError(f"{wrong[0]}: rates, seeds and lengths are the tuner's own; give span=, seeds= and rungs=")
+        refuse_name(arguments)
         own = {key: command.value(value) for _, key, value in given if key in Budget.model_fields}
         validate.check_section(Budget, own)
         names = [value for _, key, value in given if key == "optimizer"]

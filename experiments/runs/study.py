@@ -80,6 +80,13 @@ def of_number(text: str) -> str:
         return text
 
 
+def refuse_name(given: Sequence[str]) -> None:
+    """Raises UserError where the user names a run: all runs of a study would share its folder, and only one could."""
+    for key, name in ((compose.key_of(o), o.partition("=")[2]) for o in given):
+        if key == "run_name" and name != "null":
+            raise UserError(f"run_name={name} is of one run, and a study makes many: leave run_name out")
+
+
 # ---- how a run ended --------------------------------------------------------------------------------------------------
 
 

@@ -196,6 +196,7 @@ def test_bad_input_is_one_line(runs: Runs, capsys: pytest.CaptureFixture[str]) -
         (arguments(runs, "--seeds", "a"), "--seeds=a"),
         (arguments(runs, "optimizer.lr=1"), "--methods and --seeds"),
         (arguments(runs, "++seed=1"), "--methods and --seeds"),
+        (arguments(runs, "run_name=mine"), "run_name=mine is of one run"),
         (arguments(runs, "data.path=/no/such/folder"), "no folder"),
     ):
         refused(all_methods.main, wrong, words, capsys)
