@@ -46,6 +46,8 @@ _CONNECTION_TYPES = {
 
 TORCHRUN = "logs/torchrun"
 """Where in a run directory torchrun keeps its files."""
+_AGAIN = "---- started again ----\n"
+"""In logs, which all starts of a run share: what is above is of an earlier one."""
 
 
 class RunFailed(Exception):
@@ -100,9 +102,12 @@ class RankFiles:
 
 
 def forget_earlier(run_dir: Path) -> None:
-    """Removes the rank and error files of an earlier run in the same directory (a resumed one)."""
+    """Removes the rank and error files of an earlier run in the same directory (a resumed one), and ends its logs."""
     for folder in ("ranks", "errors"):
         shutil.rmtree(run_dir / folder, ignore_errors=True)
+    for log in (*run_dir.glob("logs/node*.log"), *run_dir.glob("logs/rank*.log")):
+        with contextlib.suppress(OSError), open(log, "a") as file:
+            file.write(_AGAIN)
     remove_left(run_dir)
 
 
@@ -251,14 +256,14 @@ def _how_killed(run_dir: Path, rank: dict[str, Any]) -> str:
 
 def _signal_in_log(run_dir: Path, rank: dict[str, Any]) -> str | None:
     """The signal that ended a rank, as its node's torchrun reports it."""
-    text = read_log(run_dir / "logs" / f"node{rank['node']}.log")
+    text = _of_this_start(run_dir / "logs" / f"node{rank['node']}.log")
     match = re.search(rf"Signal (\d+) \(SIG\w+\) received by PID {rank['pid']}\b", text)
     return _signal_name(int(match[1])) if match else None
 
 
 def _ended_unheard(log: Path, node: int) -> str:
     """Who of a node ended first and how, as its torchrun reports it; "" where it does not."""
-    found = re.findall(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)", read_log(log))
+    found = re.findall(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)", _of_this_start(log))
     if not found:
         return ""
     rank, code = found[-1][0], int(found[-1][1])  # of several the last: torchrun may have restarted its ranks
@@ -275,4 +280,8 @@ def _signal_name(number: int) -> str:
 
 
 def _tail(path: Path, lines: int = 20) -> str:
-    return "\n".join(read_log(path).splitlines()[-lines:])
+    return "\n".join(_of_this_start(path).splitlines()[-lines:])
+
+
+def _of_this_start(log: Path) -> str:
+    return read_log(log).rpartition(_AGAIN)[2]

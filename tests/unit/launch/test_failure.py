@@ -43,6 +43,13 @@ def test_how_a_rank_ended_that_left_nothing_is_read_from_torchruns_report(tmp_pa
     )
     cause = failure.explain(tmp_path, [], agent=1, code=1)
     assert cause.reason == f"rank 3 on node 1 {how} before it could say why; see {log}"
+    # Logs are those of all starts of a run.
+    failure.forget_earlier(tmp_path)
+    with open(log, "a") as file:
+        file.write("RendezvousTimeoutError\n")
+    cause = failure.explain(tmp_path, [], agent=1, code=1)
+    assert cause.reason.startswith("node 1: torchrun ended with status 1 before")
+    assert cause.traceback == "RendezvousTimeoutError"
 
 
 def test_a_full_disk_does_not_hide_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
