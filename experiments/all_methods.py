@@ -32,7 +32,7 @@ from experiments.records import labels
 from experiments.report import methods_table
 from experiments.report.methods_table import EXP
 from experiments.runs import command, start
-from experiments.runs.study import Study, SweepQueue, asked, outcome, refuse_name
+from experiments.runs.study import Study, SweepQueue, asked, outcome, refuse_name, refuse_not_waiting
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import plan as worlds
 from launch.errors import UserError
@@ -135,6 +135,7 @@ def all_methods(plan: MethodsRequest, methods: Sequence[str] | None) -> int:
         raise UserError("optimizers, learning rates and seeds are the table's own: use --methods and --seeds")
     rows = variants(base, methods)
     resolved = compose.resolve(base)
+    refuse_not_waiting(resolved)
     if compose.workload(resolved).synthetic:
         raise UserError("the table is of accuracies and needs real data: give data.path=ROOT (make methods DATA=ROOT)")
     # All are checked before the first one starts: a mistake shows now, not after an hour.

@@ -25,7 +25,7 @@ from experiments.records.record import PUBLISHED
 from experiments.report import accuracy
 from experiments.report.table import terminal
 from experiments.runs import command, start
-from experiments.runs.study import Study, SweepQueue, refuse_name
+from experiments.runs.study import Study, SweepQueue, refuse_name, refuse_not_waiting
 from launch.errors import UserError
 
 
@@ -47,6 +47,8 @@ def sweep(
     if not rows:
         raise UserError("nothing is left to run: --methods, --rates or --seeds are empty")
     first = compose.resolve(compose.compose([*rows[0].overrides, *given]))
+    if any(row.candidates for row in rows):
+        refuse_not_waiting(first)
     if first["scale"]["name"] == "paper" and not any(o.startswith("scale=") for o in (*rows[0].overrides, *given)):
         raise UserError(
             "with data and a GPU scale=auto is paper: say scale=quick, for which the study's settings are, "

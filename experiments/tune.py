@@ -39,7 +39,7 @@ from experiments.report.accuracy import HELD_OUT
 from experiments.report.formats import DASH
 from experiments.report.table import Column, Note, Table, terminal
 from experiments.runs import command, start
-from experiments.runs.study import Study, refuse_name, score
+from experiments.runs.study import Study, refuse_name, refuse_not_waiting, score
 from experiments.tracking import start as tracking
 from experiments.tracking.tracked import About
 from launch.errors import UserError
@@ -174,6 +174,7 @@ def tune_all(request: TuneRequest) -> int:
     made = {name: request.compose(name) for name in request.optimizers}
     resolved = {name: compose.resolve(one) for name, one in made.items()}
     first = resolved[request.optimizers[0]]
+    refuse_not_waiting(first)
     for name, one in made.items():
         workload = compose.check(one)
         if workload.synthetic:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -85,6 +86,12 @@ def refuse_name(given: Sequence[str]) -> None:
     for key, name in ((compose.key_of(o), o.partition("=")[2]) for o in given):
         if key == "run_name" and name != "null":
             raise UserError(f"run_name={name} is of one run, and a study makes many: leave run_name out")
+
+
+def refuse_not_waiting(resolved: dict[str, Any]) -> None:
+    """Raises UserError where runs are not waited for and it depends on what they come to which are made next."""
+    if not resolved["cluster"].get("wait", True):
+        raise UserError("cluster.wait=false would choose learning rates before their runs have ended: leave it true")
 
 
 # ---- how a run ended --------------------------------------------------------------------------------------------------

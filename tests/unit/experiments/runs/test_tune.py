@@ -126,6 +126,7 @@ def test_a_dry_run_starts_nothing(runs: Runs, capsys: pytest.CaptureFixture[str]
         (["optimizer="], "optimizer=a,b,c"),
         (["optimizer.lr=0.1"], "rates, seeds and lengths"),
         (["++seed=1"], "rates, seeds and lengths"),
+        (["cluster=slurm", "cluster.wait=false"], "cluster.wait=false would choose"),
         (["run_name=mine"], "run_name=mine is of one run"),
         (["optimizer=tiger"], "tiger"),
         (["held_out=0"], "held_out must be"),
