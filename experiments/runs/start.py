@@ -202,7 +202,7 @@ def adopt_torchrun_world(composed: Composed) -> None:
     asked = composed.config.cluster
     if asked.dry_run:
         raise UserError("--dry-run starts nothing, and torchrun has started ranks: call it without torchrun")
-    if asked.name in ("emulated", "virtual"):
+    if asked.name in ("emulated", "virtual", "ssh"):
         raise UserError(f"cluster={asked.name} makes its own world: call it without torchrun")
     if world % per_node:
         raise UserError(f"{world} ranks cannot be divided into nodes of {per_node}: start as many on every node")

@@ -94,6 +94,7 @@ def test_one_line_for_bad_input(arguments: list[str], monkeypatch: pytest.Monkey
         (["--dry-run"], "--dry-run starts nothing, and torchrun has started ranks"),
         (["cluster=virtual", "cluster.nodes=64"], "cluster=virtual makes its own world: call it without torchrun"),
         (["cluster=emulated"], "cluster=emulated makes its own world"),
+        (["cluster=ssh", "cluster.hosts=a,b,c"], "cluster=ssh makes its own world"),
         (["cluster.nodes=4"], "cluster.nodes=4, and torchrun has made a world of nodes=1: leave the key out"),
         (["cluster.ranks_per_node=1"], "a world of ranks_per_node=2"),
     ],
