@@ -14,7 +14,7 @@ from typing import NoReturn, ParamSpec
 
 from launch import interrupt
 from launch.errors import UserError
-from launch.failure import RunFailed
+from launch.failure import Diverged, RunFailed
 from launch.process import Stopped
 from launch.words import manual, one_line, say
 
@@ -49,7 +49,7 @@ def report_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
     def ends_well(*arguments: Arguments.args, **options: Arguments.kwargs) -> int:
         try:
             return main(*arguments, **options)
-        except (UserError, RunFailed, KeyboardInterrupt, Stopped) as error:
+        except (UserError, RunFailed, Diverged, KeyboardInterrupt, Stopped) as error:
             return report(error)
 
     return ends_well
@@ -60,7 +60,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, UserError):
         say(f"error: {one_line(' '.join(str(error).split()), LONGEST)}", sys.stderr)
         return 2
-    if isinstance(error, RunFailed):
+    if isinstance(error, RunFailed | Diverged):  # the latter of a rank that torchrun has started
         say(f"error: {error}", sys.stderr)
         return 1
     if isinstance(error, KeyboardInterrupt):

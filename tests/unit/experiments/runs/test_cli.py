@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +22,7 @@ from experiments.config import compose
 from experiments.records import record
 from experiments.runs import start
 from launch.errors import UserError
-from launch.failure import RunFailed
+from launch.failure import Diverged, RunFailed
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers import ROOT
@@ -130,6 +131,13 @@ def test_under_torchrun_folders_are_looked_at_before_the_first_step(
     shown = capsys.readouterr().err
     assert "cannot write to" in shown
     assert shown.count("\n") == 1
+
+
+def test_under_torchrun_a_lost_loss_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    as_rank_zero(monkeypatch, of=1)
+    monkeypatch.setattr(start, "join", Mock(side_effect=Diverged("the loss is nan at step 7: lower optimizer.lr")))
+    assert typed(monkeypatch, "+exp=digits") == 1
+    assert capsys.readouterr().err == "error: the loss is nan at step 7: lower optimizer.lr\n"
 
 
 @pytest.mark.parametrize(
