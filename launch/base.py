@@ -22,8 +22,11 @@ JOIN_S = 120
 
 
 @contextlib.contextmanager
-def opened(spec: RunSpec) -> Iterator[bool]:
-    """Holds the folder of a run, with its spec, while it is open: whether it was made for this. Raises UserError."""
+def opened(spec: RunSpec) -> Iterator[None]:
+    """Holds the folder of a run, with its spec, while it is open. Raises UserError.
+
+    Where bad input ends the run, a folder that was made for it is removed.
+    """
     fresh = not spec.path.exists()
     with contextlib.ExitStack() as until_the_end:
         try:
@@ -37,7 +40,12 @@ def opened(spec: RunSpec) -> Iterator[bool]:
             raise UserError(
                 f"cannot write to {spec.run_dir}: {error.strerror or error}; set output_dir=FOLDER"
             ) from error
-        yield fresh
+        try:
+            yield
+        except UserError:
+            if fresh:
+                failure.remove_unused(spec.path)
+            raise
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -111,14 +119,12 @@ class Launcher(ABC):
         if self.dry_run:
             print(self.preview(spec))
             return
-        with opened(spec) as fresh:
+        with opened(spec):
             name = "" if spec.path.name == spec.id else f"{spec.id}: "
             say(f"{name}{self.shape()}, files in {spec.run_dir}")
             try:
                 self.run(spec)
             except UserError:
-                if fresh:
-                    failure.remove_unused(spec.path)
                 raise
             except RunFailed as error:
                 self.on_failure(spec, str(error))

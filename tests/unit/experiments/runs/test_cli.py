@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch.distributed
 
 from experiments import compare, run
 from experiments.config import compose
@@ -131,6 +132,16 @@ def test_under_torchrun_folders_are_looked_at_before_the_first_step(
     shown = capsys.readouterr().err
     assert "cannot write to" in shown
     assert shown.count("\n") == 1
+
+
+def test_under_torchrun_bad_input_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """Or the mended command would be refused: its run_name would be taken."""
+    as_rank_zero(monkeypatch, of=1)
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_: iter([(torch.distributed.HashStore(), 0, 1)]))
+    monkeypatch.setattr(start, "as_rank", Mock(side_effect=UserError("the data folder is empty")))
+    assert typed(monkeypatch, "+exp=digits", "run_name=mine") == 2
+    assert "the data folder is empty" in capsys.readouterr().err
+    assert not Path("outputs/digits").exists()
 
 
 def test_under_torchrun_a_lost_loss_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
