@@ -66,12 +66,12 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
         # With one rank a node, nodes as workers are the ranks as workers: the same run once more.
         if BY_NODES not in variant or one.config.cluster.ranks_per_node != 1:
             made.append(one)
-    if methods is None:
-        return made
     known = sorted({m.choices["optimizer"] for m in made})
-    if unknown := [m for m in methods if m not in known]:
+    if unknown := [m for m in methods or () if m not in known]:
         raise UserError(f"experiment '{base.config.exp}' compares no '{unknown[0]}'{there_are(unknown[0], known)}")
-    return [m for m in made if m.choices["optimizer"] in methods]
+    if not (kept := [m for m in made if methods is None or m.choices["optimizer"] in methods]):
+        raise UserError("--methods leaves nothing to compare")
+    return kept
 
 
 def compare(
@@ -86,8 +86,6 @@ def compare(
     """
     base = compose.compose(overrides)
     chosen = variants(base, methods)
-    if not chosen:
-        raise UserError("--methods leaves nothing to compare")
     # All are checked before the first one starts: a mistake shows now, not after an hour.
     workloads = [compose.check(variant) for variant in chosen]
     first = compose.resolve(chosen[0])

@@ -308,6 +308,8 @@ def test_variants_of_a_comparison() -> None:
         compare.variants(compose.compose(["+exp=resnet50", "optimizer=birder"]), None)
     with pytest.raises(UserError, match="nothing to compare"):
         compare.variants(compose.compose([]), None)
+    with pytest.raises(UserError, match="--methods leaves nothing"):
+        compare.variants(base, [])
 
 
 def test_a_run_is_named_after_its_variant(tmp_path: Path) -> None:
