@@ -43,7 +43,8 @@ BY_NODES = "comm.topology=hierarchical"
 
 
 def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
-    """Every variant of the experiment, composed. The user's own overrides come last and so win.
+    """Every variant of the experiment, composed, in the world of torchrun if there is one. The user's own overrides come
+    last and so win.
 
     methods: optimizer names (files in conf/optimizer) to keep; None keeps all. Raises UserError.
     """
@@ -61,6 +62,8 @@ def variants(base: Composed, methods: list[str] | None) -> list[Composed]:
         slug = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(words)).strip("-") or "variant"
         name = [f"run_name={base.config.run_name}-{slug}"] if named else []
         one = compose.compose([*exp, *variant, *others, *name])
+        if start.under_torchrun():
+            start.adopt_torchrun_world(one)
         if one.config.cluster.get("_target_") == labels.VIRTUAL and not one.config.comm.enabled:
             continue  # no bound without times
         # With one rank a node, nodes as workers are the ranks as workers: the same run once more.
@@ -195,7 +198,6 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     rank = int(os.environ["RANK"])
     chosen = variants(compose.compose(overrides), methods)
     for variant in chosen:
-        start.adopt_torchrun_world(variant)
         workload = compose.check(variant, rank_zero=rank == 0)
     resolved = [compose.resolve(variant) for variant in chosen]
     if apart := plan.reason_not_interleaved(resolved, workload.synthetic):

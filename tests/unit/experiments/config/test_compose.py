@@ -312,6 +312,21 @@ def test_variants_of_a_comparison() -> None:
         compare.variants(base, [])
 
 
+@pytest.mark.parametrize(("ranks", "by_nodes"), [(1, False), (2, True)])
+def test_under_torchrun_its_world_says_whether_nodes_are_compared(
+    ranks: int, by_nodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for key, value in world.items():
+        monkeypatch.setenv(key, value)
+    base = compose.compose(["+exp=resnet50", "cluster=local"])
+    listed = [v for v in base.config.compare if "optimizer=birder" in v]
+    base.config.compare = listed
+    chosen = compare.variants(base, ["birder"])
+    assert any(compose.resolve(v)["comm"]["topology"] == "hierarchical" for v in chosen) is by_nodes
+    assert {(v.config.cluster.nodes, v.config.cluster.ranks_per_node) for v in chosen} == {(2 // ranks, ranks)}
+
+
 def test_a_run_is_named_after_its_variant(tmp_path: Path) -> None:
     def name(*overrides: str) -> str:
         composed = compose.compose(["+exp=digits", f"output_dir={tmp_path}", *overrides])
