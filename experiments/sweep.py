@@ -42,7 +42,8 @@ def sweep(
     others: as in `Study`. wandb_group: as in `SweepQueue`.
     """
     refuse_name(given)
-    if wrong := [o for o in given if compose.key_of(o) in ("exp", "optimizer", "optimizer.lr", "seed")]:
+    own = {"exp", "optimizer", "optimizer.lr", "seed", *varied(rows)}
+    if wrong := [o for o in given if compose.key_of(o) in own]:
         raise UserError(f"{wrong[0]} is the sweep's own: use --methods, --rates and --seeds")
     if not rows:
         raise UserError("nothing is left to run: --methods, --rates or --seeds are empty")
@@ -82,6 +83,17 @@ def chosen_by(rows: Sequence[SweepRun]) -> int | None:
     own = {row.overrides for row in rows}
     every = [rate for row in rows if len(row.candidates) > 1 for rate in row.candidates if own.issuperset(rate)]
     return max(map(len, every), default=None)
+
+
+def varied(rows: Sequence[SweepRun]) -> set[str]:
+    """The optimizer's arguments that differ between rows of one optimizer: what is typed would undo that in all of them."""
+    values: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        keys = {compose.key_of(o): o for o in row.overrides}
+        for key in keys:
+            if key.startswith("optimizer."):
+                values.setdefault((keys["optimizer"], key), set()).add(keys[key])
+    return {key for (_, key), different in values.items() if len(different) > 1}
 
 
 @command.report_errors

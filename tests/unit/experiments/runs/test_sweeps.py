@@ -330,6 +330,7 @@ def test_a_rate_chosen_in_shorter_runs(tmp_path: Path, capsys: pytest.CaptureFix
         (["sweep=cser_imagenet", "--rates", "0.1,inf"], "--rates=0.1,inf: give numbers"),
         (["sweep=cser_imagenet", "seed=3"], "seed=3 is the sweep's own: use --methods, --rates and --seeds"),
         (["sweep=digits_workers", "run_name=mine", "--dry-run"], "run_name=mine is of one run"),
+        (["sweep=cser_imagenet", "optimizer.model_ratio=4"], "optimizer.model_ratio=4 is the sweep's own"),
         (["sweep=cser_imagenet", "scale=quick", "train.epoch=3"], "did you mean train.epochs"),
     ],
 )
