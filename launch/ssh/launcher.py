@@ -87,11 +87,16 @@ class SshLauncher(Launcher):
         here = probe.look(str(ROOT))
         self._refuse([self._misfit(look, here, looks[0]) for look in looks])
         self.shared = [look["shared"] for look in looks]
-        if int(spec.config.get("checkpoint", {}).get("every", 0)) > 0 and not all(self.shared):
+        saves = int(spec.config.get("checkpoint", {}).get("every", 0)) > 0
+        resumes = spec.config.get("resume") == "auto" and any(spec.path.glob("checkpoints/step-*"))
+        if (saves or resumes) and not all(self.shared):
             apart = ", ".join(str(h) for h, shared in zip(self.hosts, self.shared, strict=True) if not shared)
+            other = (
+                "checkpoint.every=0" if saves and not resumes else "another run_name, which begins at the first step"
+            )
             raise UserError(
                 f"checkpoints need a folder that all hosts share, and {spec.run_dir} is not shared with {apart}: "
-                "set output_dir to a shared folder, or checkpoint.every=0"
+                f"set output_dir to a shared folder, or {other}"
             )
         self.hide_gpus = any(look["gpus"] < self.ranks_per_node for look in looks)
         if self.hide_gpus and self.backend != "gloo" and any(look["gpus"] for look in looks):

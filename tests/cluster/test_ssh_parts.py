@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -152,6 +153,23 @@ def test_the_record_of_a_resumed_run_takes_the_place_of_its_failure(
     monkeypatch.setattr(launcher.connections, "run", fetch)
     launcher.run(spec)
     assert record.ended_well(spec) is not None
+
+
+def test_checkpoints_that_the_hosts_do_not_see_are_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run would begin again at the first step, under the same id."""
+    spec = make_spec(tmp_path)
+    spec = dataclasses.replace(spec, config={**spec.config, "resume": "auto", "checkpoint": {"every": 0}})
+    launcher = SshLauncher(hosts="a", ranks_per_node=1)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(launcher, "_look", lambda spec: [{"shared": False, "gpus": 0, "address": "", "client": ""}])
+    monkeypatch.setattr(launcher, "_misfit", lambda *_: "")
+    monkeypatch.setattr(launcher, "_find_routes", lambda *_: [])
+    launcher.check(spec)
+    (tmp_path / "run/checkpoints/step-5").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"is not shared with a: .* another run_name"):
+        launcher.check(spec)
 
 
 def test_unpacking_writes_nowhere_else(tmp_path: Path) -> None:
