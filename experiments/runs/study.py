@@ -49,14 +49,15 @@ def asked(overrides: Sequence[str], nodes: int | None = None) -> tuple[tuple[str
     """What a command line asks to be run: two runs of which this is equal are the same run. The only rule.
 
     Its keys in any order, without those that only say how a run is kept or, but for times, how its sums are ordered; of a key
-    given twice the last. Numbers are the same however they are written: 1e-5, 1.0e-05; so are keys under their old names.
-    What is not typed does not count, so that a study continues when defaults have changed. Of hosts their number counts.
+    given twice the last. Values are the same however they are written: 1e-5, 1.0e-05; true, True. So are keys under their
+    old names. What is not typed does not count, so that a study continues when defaults have changed. Of hosts their
+    number counts.
 
     nodes: of a record, which hides the hosts.
     """
     counted = (_number_of_hosts(o, nodes) for o in overrides)
     clean = (old_keys.override(privacy.clean_text(o, Path.cwd())).lstrip("+").partition("=") for o in counted)
-    last = {key: of_number(value) for key, _, value in clean}
+    last = {key: in_one_spelling(value) for key, _, value in clean}
     ignored = (*BOOKKEEPING, *(() if last.get("evaluate") == "false" else SAME_NUMBERS))
     return tuple(sorted((k, v) for k, v in last.items() if not within(k, ignored)))
 
@@ -73,8 +74,10 @@ def _number_of_hosts(override: str, nodes: int | None) -> str:
     return override if nodes is None else f"cluster.nodes={nodes}"
 
 
-def of_number(text: str) -> str:
-    """A number in one way of writing it; any other text unchanged."""
+def in_one_spelling(text: str) -> str:
+    """A number, a switch or null in one way of writing it; any other text unchanged."""
+    if text.lower() in ("true", "false", "null"):
+        return text.lower()
     try:
         return repr(float(text))
     except ValueError:

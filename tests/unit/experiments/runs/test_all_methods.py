@@ -259,3 +259,5 @@ def test_records_of_other_settings_are_other_runs(runs: Runs) -> None:
     # What only changes how long products take is another time, but no other training.
     timed = [*one, *all_methods.TIMING]
     assert study.asked([*timed, "train.bf16_matmul=fp32"]) != study.asked(timed)
+    assert study.asked([*timed, "evaluate=False"]) == study.asked(timed)
+    assert study.asked([*timed, "evaluate=False", "train.bf16_matmul=fp32"]) != study.asked(timed)
