@@ -161,7 +161,7 @@ def join(composed: Composed) -> RunSpec:
 def shared(spec: RunSpec | None) -> Iterator[RunSpec]:
     """Rank 0's `spec`, on every rank: one id and one folder for the run, which rank 0 holds while it is open.
 
-    Raises UserError where the folder cannot be had.
+    Raises UserError where the folder cannot be had, and where nodes differ in their number of ranks.
     """
     import torch.distributed as dist
 
@@ -173,7 +173,12 @@ def shared(spec: RunSpec | None) -> Iterator[RunSpec]:
         key = f"birder/spec/{len(_keep)}"  # torchrun's restart count differs between nodes that came at different times
         if spec is not None:
             store.set(key, json.dumps(dataclasses.asdict(spec)))
-        yield spec or RunSpec(**json.loads(store.get(key)))
+        found = spec or RunSpec(**json.loads(store.get(key)))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", found.ranks_per_node))
+        if here != found.ranks_per_node:
+            first = found.ranks_per_node
+            raise UserError(f"{here} ranks on this node, and {first} on the first one: start as many on every node")
+        yield found
 
 
 def as_rank(

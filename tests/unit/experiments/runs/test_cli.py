@@ -5,6 +5,7 @@ All scripts: test_scripts.py. `make`: test_make.py.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from launch.local import LocalLauncher
 from launch.spec import RunSpec
 from tests.helpers import ROOT
 from tests.helpers.records import full_group, save
+from tests.helpers.stub_run import make_spec
 
 Captured = pytest.CaptureFixture[str]
 
@@ -142,6 +144,24 @@ def test_under_torchrun_bad_input_leaves_no_folder(monkeypatch: pytest.MonkeyPat
     assert typed(monkeypatch, "+exp=digits", "run_name=mine") == 2
     assert "the data folder is empty" in capsys.readouterr().err
     assert not Path("outputs/digits").exists()
+
+
+def test_under_torchrun_nodes_of_other_sizes_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path
+) -> None:
+    """4 ranks on the first node, 2 on two others: each divides the 8, and rank 0 would record two nodes."""
+    world = {"RANK": "4", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(start, "_keep", [])
+    monkeypatch.setattr(start, "as_rank", lambda *_: pytest.fail("it trains"))
+    spec = make_spec(tmp_path)
+    spec = dataclasses.replace(spec, config={**spec.config, "cluster": {"nodes": 2, "ranks_per_node": 4}})
+    store = torch.distributed.HashStore()
+    store.set("birder/spec/1", json.dumps(dataclasses.asdict(spec)))
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_: iter([(store, 4, 8)]))
+    assert typed(monkeypatch, "+exp=digits") == 2
+    assert "2 ranks on this node, and 4 on the first one" in capsys.readouterr().err
 
 
 def test_under_torchrun_a_lost_loss_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
