@@ -75,7 +75,9 @@ def _number_of_hosts(override: str, nodes: int | None) -> str:
 
 
 def in_one_spelling(text: str) -> str:
-    """A number, a switch or null in one way of writing it; any other text unchanged."""
+    """A number, a switch or null in one way of writing it, and text without the quotes that Hydra wants around some."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
     if text.lower() in ("true", "false", "null"):
         return text.lower()
     try:

@@ -203,6 +203,12 @@ def test_a_path_that_needs_quotes_or_a_home_is_known_again(place: str, tmp_path:
     assert queue.standing(first) == study.RECORDED
 
 
+def test_a_path_is_the_same_with_and_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/some/home")
+    here, there = compose.readable(["data.path=~/data"]), compose.readable(["data.path=/some/home/data"])
+    assert study.asked(here) == study.asked(there) == study.asked(["data.path=\u2026/data"])
+
+
 def test_published_runs_count_where_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
