@@ -211,8 +211,11 @@ class Study:
         elif asked_for:
             self.todo += 1
             say(f"{title}: {'to run' if self.dry_run else 'runs now'}")
+            waits = False
             while not self.dry_run and not self.make(name, lambda: composed, group):
-                say(ELSEWHERE)
+                if not waits:
+                    say(ELSEWHERE)
+                waits = True
                 time.sleep(POLL_S)
         return self.known.get(name)
 

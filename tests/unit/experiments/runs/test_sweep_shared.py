@@ -125,6 +125,18 @@ def test_a_run_of_another_process_is_waited_for(
     assert len(record.read_all(results)) == 4
 
 
+def test_who_waits_for_a_run_of_another_process_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = iter([False, False, False, True])
+    one = study.Study("digits", str(tmp_path))
+    monkeypatch.setattr(one, "make", lambda *_: next(looks))
+    monkeypatch.setattr(study, "POLL_S", 0)
+    one.run("seed 0", compose.compose(["+exp=digits", "scale=quick"]))
+    assert capsys.readouterr().out.count(study.ELSEWHERE) == 1
+    assert list(looks) == []
+
+
 def test_a_run_that_ends_elsewhere_between_two_looks_is_said_to_be_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
