@@ -157,6 +157,10 @@ def check(options: argparse.Namespace) -> int:
             "make gpu-check needs a CUDA GPU and finds none: ARGS=--rehearse runs it on the CPU at tiny sizes"
         )
     names = [n for n in LIMITS if n in options.parts and (n != "nccl" or found > 1)]
+    if not names:
+        raise UserError(
+            f"nccl needs at least two GPUs, and here {'is one' if found else 'is none'}: name further --parts"
+        )
     folder = options.out / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     began, total = time.time(), 60 * options.minutes

@@ -29,6 +29,15 @@ def test_without_a_gpu_it_says_so(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_that_could_be_checked_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "gpus", lambda: 1)
+    for more in ([], ["--rehearse"]):
+        refused(gpu_check.main, ["--parts", "nccl", "--out", str(tmp_path), *more], "needs at least two GPUs", capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
