@@ -161,7 +161,7 @@ def check(options: argparse.Namespace) -> int:
         raise UserError(
             f"nccl needs at least two GPUs, and here {'is one' if found else 'is none'}: name further --parts"
         )
-    folder = options.out / time.strftime("%Y%m%d-%H%M%S")
+    folder = options.out.resolve() / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     began, total = time.time(), 60 * options.minutes
     finished: list[str] = []

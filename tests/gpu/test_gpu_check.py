@@ -207,6 +207,15 @@ def test_what_is_found_before_a_part_is_cut_off_stays(monkeypatch: pytest.Monkey
     assert "2 results, 1 not as they must be; cut off by its time limit" in report.read_text()
 
 
+def test_a_folder_for_the_report_is_that_of_the_callers_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Parts run in the repository's root."""
+    given: list[Path] = []
+    monkeypatch.setattr(gpu_check, "run_part", lambda name, folder, rehearse, limit: given.append(folder))
+    monkeypatch.chdir(tmp_path)
+    gpu_check.main(["--rehearse", "--parts", "kernels", "--out", "here"])
+    assert given == list((tmp_path / "here").iterdir())
+
+
 def test_a_part_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     gpu_check.end(process)
