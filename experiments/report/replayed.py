@@ -81,7 +81,9 @@ def undilated(r: ResultRecord) -> ResultRecord:
 
 
 def collect(suite: Suite, records: Sequence[ResultRecord]) -> Results:
-    """The latest completed record of every cell: its section of the configuration, named as the suite, tells which."""
+    """The latest completed record of every cell of the suite: its section of the configuration, named as the suite, tells
+    which. What a suite has no more, such as a number of nodes, is left out."""
+    known = frozenset(suite.cells(suite.places(), suite.methods))
     cells: dict[Measurement, ResultRecord] = {}
     kernels: dict[str, ResultRecord] = {}
     for r in sorted(records, key=lambda r: (r.time, r.id)):
@@ -90,8 +92,8 @@ def collect(suite: Suite, records: Sequence[ResultRecord]) -> Results:
             continue
         if "kernels" in about:
             kernels[r.hardware["device"]] = r
-        elif about.get("method") in suite.methods and about["model"] in suite.models:
-            cells[Measurement(**{key: about.get(key) for key in Measurement._fields})] = r
+        elif (cell := Measurement(**{key: about.get(key) for key in Measurement._fields})) in known:
+            cells[cell] = r
     return Results(suite, cells, kernels)
 
 

@@ -153,6 +153,15 @@ def test_a_newer_record_wins_and_failures_do_not_count() -> None:
     assert results.ms(AT, "fp32") == pytest.approx(90.0)
 
 
+def test_records_of_what_a_suite_has_no_more_are_left_out() -> None:
+    smaller = PAPER.model_copy(update={"nodes": (1, 2), "links": {"9.4": PAPER.links["9.4"]}})
+    every = grid(links=("9.4", "7.2"))
+    kept = replayed.collect(smaller, every)
+    assert kept == replayed.collect(smaller, grid(nodes=(1, 2)))
+    assert len(collect(every).records) > len(kept.records) > 0
+    assert "64 GPUs |" not in replay_page.markdown(kept)
+
+
 def test_verdict_names_what_is_nearest_when_nothing_reproduces_it() -> None:
     (said,) = replay_words.reproduced(collect(grid("bert_base_b12")))
     assert (
