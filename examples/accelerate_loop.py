@@ -60,7 +60,8 @@ def train(
 
     if folder.is_dir():
         accelerator.load_state(str(folder))
-    for epoch in range(plain.steps * ACCUMULATE // len(batches), epochs):
+    each = -(-len(batches) // ACCUMULATE)  # steps of an epoch: its last one may be of fewer batches
+    for epoch in range(plain.steps // each, epochs):
         batches.set_epoch(epoch)
         for x, y in batches:
             with accelerator.accumulate(model):

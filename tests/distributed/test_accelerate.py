@@ -44,6 +44,10 @@ def in_accelerate(rank: int, world: int, folder: Path, resume: bool) -> dict[str
         return found
     for name in ("Birder", "OneBitAdam"):
         found[f"{name} half"] = toy.flat(run(name, f"{name} half", 1)[0]).numpy()
+    loop.POINTS, loop.BATCH = 48, 8  # three batches an epoch, and two steps
+    for epochs in (3, 4):
+        found["odd epochs"] = unwrap_optimizer(run("Birder", "odd", epochs)[1]._optimizers[0]).steps
+    loop.POINTS, loop.BATCH = 512, 16
     net, accelerator = run("Birder", "clipping", 0)
     found["start"] = toy.flat(net).numpy()
     loss = net(torch.ones(2, 2)).sum()
@@ -182,6 +186,11 @@ def accelerated_resumed(accelerated: Found, tmp_path_factory: pytest.TempPathFac
 def test_accelerate_resumes_bit_for_bit(accelerated_resumed: Found, method: str) -> None:
     """With two micro-batches a step, and dropout."""
     check_resumed(accelerated_resumed, method)
+
+
+def test_the_example_resumes_at_the_right_epoch_where_batches_are_odd(accelerated: Found) -> None:
+    for mine in accelerated:
+        assert mine["odd epochs"] == 8
 
 
 def test_accelerate_refuses_clipping_and_still_gives_the_norm(accelerated: Found) -> None:
