@@ -63,8 +63,8 @@ def main(folder: Path, steps: int) -> None:
         optimizer.step()
         if step % EVERY == 0:
             checkpoint.save(folder, step, {"model": model.state_dict()}, {"optimizer": optimizer.state_dict()})
-    if dist.get_rank() == 0:
-        print(f"step {steps}: loss {loss.item():.3f}", flush=True)
+        if step == steps and dist.get_rank() == 0:  # after a restart at the very end no step is left
+            print(f"step {steps}: loss {loss.item():.3f}", flush=True)
     dist.destroy_process_group()
 
 

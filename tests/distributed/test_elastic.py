@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +20,7 @@ from birder import attach, checkpoint
 from birder.checkpoint import elastic
 from birder.comm import SingleProcess
 from tests.distributed.test_guards import METHODS
-from tests.helpers import toy
+from tests.helpers import load, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow, slow_unless
 
@@ -280,3 +283,22 @@ def test_four_ranks_go_on_as_two(tmp_path: Path) -> None:
         assert done == 40
         assert later < begin  # it has not begun again
         assert np.array_equal(parameters, second[name][3])
+
+
+def test_the_example_ends_well_where_no_step_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a restart behind the last checkpoint: torchrun started it again and again."""
+    example = load("examples/elastic.py")
+    monkeypatch.setattr(example.dist, "init_process_group", functools.partial(alone, tmp_path, itertools.count()))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(int("WORLD" in name)))
+    example.main(tmp_path / "checkpoints", 50)
+    assert "step 50: loss" in capsys.readouterr().out
+    example.main(tmp_path / "checkpoints", 50)
+    assert capsys.readouterr().out == "step 50 of 1 ranks, now 1\n"
+
+
+def alone(folder: Path, number: Iterator[int], backend: str) -> None:
+    store = dist.FileStore(str(folder / f"store{next(number)}"), 1)
+    dist.distributed_c10d.init_process_group(backend, store=store, rank=0, world_size=1)
