@@ -9,6 +9,9 @@ bytes sent per step; every rank prints the sum of all parameters, which must be 
 
 from __future__ import annotations
 
+import os
+import sys
+
 if __name__ == "__main__":
     import _script  # noqa: F401
 
@@ -31,6 +34,8 @@ def data(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
+    if int(os.environ["WORLD_SIZE"]) % REPLICAS:
+        sys.exit(f"error: {REPLICAS} replicas of equal size need a multiple of {REPLICAS} ranks: --nproc-per-node 4")
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (REPLICAS, dist.get_world_size() // REPLICAS), mesh_dim_names=("replicate", "shard"))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 import birder
 from birder import attach
 from birder.hooks.fsdp import _check_parameters
-from tests.helpers import ROOT, toy
+from tests.helpers import ROOT, load, toy
 from tests.helpers.hsdp import hsdp, make_mesh, shard, train
 from tests.helpers.ranks import run_ranks, run_script
 
@@ -196,6 +196,13 @@ def test_what_goes_wrong_in_training_is_refused() -> None:
         assert result["hook of Birder"] == result["hook of SGDM"]
         assert "compile forward only" in result["compiled autograd"]
         assert "saved by rank" in result["state"]
+
+
+def test_the_example_refuses_ranks_that_make_no_two_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks in (1, 3):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        with pytest.raises(SystemExit, match="error: 2 replicas of equal size need a multiple of 2 ranks"):
+            load("examples/fsdp.py").main()
 
 
 @pytest.mark.slow
