@@ -24,11 +24,15 @@ function chosenPay() {
   return {model, gpu, ranks, batch, nodes, gbps};
 }
 
+function offered(c) {  // nodes of one GPU are flat
+  return pay.methods.map((_, i) => i).filter((i) => pay.ranks[c.ranks] > 1 || !pay.hierarchical.includes(i));
+}
+
 function payLine(c) {  // the rule of the command line
   const ms = payAt(c, c.gbps), bf16 = ms[pay.bf16], bound = ms[pay.bound];
   const count = pay.methods.length, low = (i) => ms[count + i], high = (i) => ms[2 * count + i];
-  const gaining = pay.compressed.filter((i) => bf16 >= (1 + pay.near) * ms[i]), paying = gaining.filter((i) => low(i) > 0);
-  const some = paying.length ? paying : pay.compressed, run = (i) => pay.warm[i] * ms[pay.fp32] + (1 - pay.warm[i]) * ms[i];
+  const compressed = offered(c).filter((i) => pay.compressed.includes(i)), gaining = compressed.filter((i) => bf16 >= (1 + pay.near) * ms[i]), paying = gaining.filter((i) => low(i) > 0);
+  const some = paying.length ? paying : compressed, run = (i) => pay.warm[i] * ms[pay.fp32] + (1 - pay.warm[i]) * ms[i];
   const quickest = some.reduce((a, b) => ms[b] < ms[a] ? b : a), least = Math.min(...some.map(run));
   const close = paying.length ? some.filter((i) => run(i) <= (1 + pay.near) * least) : [quickest], price = Math.min(...close.map((i) => pay.lost[i]));
   const kept = close.filter((i) => pay.lost[i] === price), first = Math.min(...kept.map(run)), best = kept.find((i) => run(i) <= (1 + pay.tie) * first);
@@ -54,12 +58,12 @@ function showPay() {
   const where = pay.names[c.model] + ", batch " + c.batch + ", on " + c.nodes + " nodes of " + pay.ranks[c.ranks] + " " + pay.gpus[c.gpu] + " at " + c.gbps + " Gbit/s";
   const full = gb > pay.gpu_gb[c.gpu] ? " It needs about " + Math.round(gb) + " GB of " + pay.gpu_gb[c.gpu] + " a GPU: take a smaller batch, or shard the model." : "";
   $("paywhere").textContent = where + "." + full + (outside.length ? " Taken as the nearest that is known: " + outside.join(", ") + "." : "");
-  const order = pay.methods.map((_, i) => i).sort((a, b) => ms[b] - ms[a]);
+  const order = offered(c).sort((a, b) => ms[b] - ms[a]);
   fill($("paytable"), "", ["method", "ms a step", "saves against bf16"], order.map((i) => [pay.methods[i], number(ms[i]),
     i === pay.bf16 ? DASH : String(Math.round(100 * (1 - ms[i] / ms[pay.bf16]))).replace("-", "\u2212") + " %"]), order.indexOf(best));
   const xs = [...Array(41).keys()].map((k) => pay.gbps[0] * Math.pow(pay.gbps[pay.gbps.length - 1] / pay.gbps[0], k / 40)), ys = xs.map((x) => payAt(c, x));
-  const traces = pay.methods.map((name, i) => ({name, x: xs, y: ys.map((v) => v[i]), mode: "lines", visible: pay.curves.includes(i) ? true : "legendonly",
-    line: {color: colour(i), width: 2, dash: i === pay.bound ? "dot" : "solid"}, hovertemplate: name + ", %{x:.3g} Gbit/s: %{y:.4g} ms<extra></extra>"}));
+  const traces = offered(c).map((i) => ({name: pay.methods[i], x: xs, y: ys.map((v) => v[i]), mode: "lines", visible: pay.curves.includes(i) ? true : "legendonly",
+    line: {color: colour(i === pay.bound ? 6 : i), width: 2, dash: i === pay.bound ? "dot" : "solid"}, hovertemplate: pay.methods[i] + ", %{x:.3g} Gbit/s: %{y:.4g} ms<extra></extra>"}));
   draw("paycurves", "A step by link rate: " + pay.names[c.model] + ", " + c.nodes + " nodes", traces, {
     xaxis: {title: "link, Gbit/s of a node", type: "log", tickvals: narrow.matches ? [1, 10, 100] : [1, 2, 5, 10, 25, 50, 100, 200, 400]}, yaxis: {title: "ms a step", type: "log", dtick: "D2"},
     shapes: [{type: "line", x0: c.gbps, x1: c.gbps, yref: "paper", y0: 0, y1: 1, line: {width: 1, dash: "dash", color: "#888888"}}]});

@@ -16,7 +16,7 @@ from experiments.cells.architectures import Asked
 from experiments.report.prediction import LATENCY_US
 from experiments.report.prediction import METHODS as FIXED
 
-SHOWN = (*FIXED[:-1], "sigma_delta_hierarchical", FIXED[-1])
+SHOWN = (*FIXED[:-1], "sigma_delta", "sigma_delta_hierarchical", FIXED[-1])
 """In the order in which those of equal time are advised."""
 CURVES = ("bf16", "birder", "birder_hierarchical", "none")
 """Curves that are drawn before any is chosen."""
@@ -60,7 +60,8 @@ def data(choice: Choice = Choice(), lost: Mapping[str, float] | None = None) -> 
     """JSON's types. lost: as of birder.predict.answers.Answer.
 
     cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the low ends of their savings, then the
-    high ones. compressed: places of compressed methods. lost: of each method, 1 where no study is known.
+    high ones. compressed: places of compressed methods. hierarchical: of those that need several GPUs a node.
+    lost: of each method, 1 where no study is known.
     gb[model][batch]: of a rank, with bf16 DDP.
     """
     cells, gb, lost = [], [], lost or {}
@@ -84,6 +85,7 @@ def data(choice: Choice = Choice(), lost: Mapping[str, float] | None = None) -> 
         "methods": [METHODS[m].label for m in SHOWN],
         "curves": [SHOWN.index(m) for m in CURVES],
         "compressed": [SHOWN.index(m) for m in SHOWN if not METHODS[m].dense],
+        "hierarchical": [SHOWN.index(m) for m in SHOWN if METHODS[m].hierarchical],
         "lost": [lost.get(m, 1.0) for m in SHOWN],
         "bf16": SHOWN.index("bf16"),
         "bound": SHOWN.index("none"),

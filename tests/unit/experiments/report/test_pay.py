@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from experiments.report.pay import Choice, PayModel
 from tests.helpers import BROWSER
 from tests.helpers.tiers import slow
 
+NODE = shutil.which("node")
 SMALL = Choice(
     (PayModel("ResNet-18", "torchvision:resnet18", (16, 64)),), ("a100", "rtx4090"), (8,), (2, 8), (1, 10, 400)
 )
@@ -66,6 +70,30 @@ def test_the_page_advises_by_the_accuracy_that_the_command_line_goes_by(content:
     chosen = next(i for i in kept if ms[i] <= (1 + found["tie"]) * min(ms[k] for k in kept))
     assert best is not None
     assert pay.SHOWN[chosen] == best.name
+
+
+@pytest.mark.skipif(NODE is None, reason="no node here")
+def test_at_the_points_of_the_grid_the_page_says_what_the_predictor_says() -> None:
+    """Nodes of one GPU have no hierarchical methods: one of them was advised there."""
+    choice = replace(SMALL, models=(replace(SMALL.models[0], batches=(16,)),), gpus=("a100",), ranks=(1, 8))
+    lost = {"birder": 0.5, "birder_hierarchical": 0.0, "sigma_delta": -0.4, "sigma_delta_hierarchical": -0.6}
+    content, gpu = pay.data(choice, lost), gpus.find("a100")
+    t = architectures.work(Asked("torchvision:resnet18", 16, "bf16")).timeline(gpu)
+    cases, expected = [], []
+    for r, n, g in itertools.product(range(2), range(2), range(3)):
+        ranks, nodes, gbps = choice.ranks[r], choice.nodes[n], choice.gbps[g]
+        names = [m for m in pay.SHOWN if ranks > 1 or not METHODS[m].hierarchical]
+        there = Cluster.of_gpus(nodes, ranks, Link(gbps, 20.0), gpu.link)
+        found = answer(t, there, methods=names, unsure=gpus.UNSURE, lost=lost)
+        assert found.best is not None
+        cases.append({"model": 0, "gpu": 0, "ranks": r, "batch": 16, "nodes": nodes, "gbps": gbps})
+        expected.append([found.pays, pay.SHOWN.index(found.best.name)])
+    script = html_page.FOLDER.joinpath("pay.js").read_text(encoding="utf-8")
+    asked = f"pay = {json.dumps(content)}; const cases = {json.dumps(cases)};"
+    told = "console.log(JSON.stringify(cases.map(payLine).map(([pays, , best]) => [pays, best])));"
+    done = subprocess.run([str(NODE), "-"], input=script + asked + told, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == expected
+    assert len({pays for pays, _ in expected}) == 2
 
 
 def test_every_gpu_of_the_data_file_can_be_chosen_that_computes_so() -> None:
