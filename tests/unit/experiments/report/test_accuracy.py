@@ -345,6 +345,8 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     assert {row.label: row.verdict for row in panel.rows} == {"Birder": "better", "1-bit Adam": "parity"}
     assert [round(row.gap.value, 2) for row in panel.rows] == [0.2, 5.0]
     assert gaps.point(found) == "Birder against the dense baseline, 95 % intervals: better on digits"
+    others = tuple(row for row in panel.rows if row.label != "Birder")  # a picture without it does not speak of it
+    assert gaps.point([dataclasses.replace(panel, rows=others)]) == "Methods against the dense baseline, 95 % intervals"
     # Of two variants of a method one is drawn, by its name alone.
     other = [on_virtual_workers(8, "Birder", 99.0 + s, s, 0.1) for s in range(3)]
     other = [
