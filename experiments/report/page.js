@@ -110,7 +110,7 @@ function showWins(m, n, g) {
 
 function bytesLabel(row) {
   const failed = row.failed ? ", " + row.failed + " failed" : "";
-  return narrow.matches ? wrapped(row.label, 17) + "<br>" + share(row.share) + failed : row.label + "   " + share(row.share) + " of the bytes" + failed;
+  return narrow.matches ? wrapped(row.label, 17) + "<br>" + share(row.share) + failed : row.label + (row.share ? "   " + share(row.share) + " of the bytes" : "") + failed;
 }
 
 function showAccuracy() {

@@ -11,7 +11,18 @@ import pytest
 
 from experiments.records import labels
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import accuracy, accuracy_page, answered, curves, facts, gaps, plots, time_to_loss
+from experiments.report import (
+    accuracy,
+    accuracy_page,
+    answered,
+    curves,
+    facts,
+    formats,
+    gaps,
+    methods_table,
+    plots,
+    time_to_loss,
+)
 from tests.helpers.records import score
 
 
@@ -381,6 +392,14 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     assert sorted(titles) == ["GLUE CoLA, 12 steps, 4 workers", "digits, 12 steps, 8 workers"]
     alone = [on_virtual_workers(8, "SGDM fp32", 90.0, 0, 0.1), on_virtual_workers(8, "Birder", 95.0, 0, 0.1)]
     assert plots.accuracies(accuracy_page.studies(alone)) is None  # one seed has no interval
+
+
+def test_a_picture_without_an_fp32_run_states_no_share_of_its_bytes() -> None:
+    made = [score(method, 90.0 + k, 0, 0.1, exp="methods") for k, method in enumerate(("SGDM bf16", "Birder"))]
+    found = gaps.against_bytes(methods_table.build(made)[0])
+    assert found is not None
+    assert {p.share for p in found.points} == {None}
+    assert formats.DASH not in found.point()
 
 
 def test_accuracy_against_bytes_has_what_a_rank_sends_for_each_parameter() -> None:
