@@ -228,10 +228,10 @@ function showReplays() {
       hovertemplate: "%{text}: %{x:.4g} ms, %{y:+.1f} %<extra></extra>", marker: {size: 6, color: colour(k), symbol: symbols[k]}};
   });
   const near = data.replays.filter((r) => Math.abs(r.predicted / r.replayed - 1) <= 0.1).length;
-  const percent = data.replays.length ? Math.round(100 * near / data.replays.length) : 0;
-  draw("cells", percent + " % of the cells are predicted within 10 %", traces, {xaxis: {title: "replayed step, ms", type: "log", tickvals: narrow.matches ? [10, 100, 1000] : [5, 10, 20, 50, 100, 200, 500, 1000, 2000]},
+  const all = data.replays.length;
+  draw("cells", all ? Math.round(100 * near / all) + " % of the cells are predicted within 10 %" : "No replayed cell has a prediction here", traces, {xaxis: {title: "replayed step, ms", type: "log", tickvals: narrow.matches ? [10, 100, 1000] : [5, 10, 20, 50, 100, 200, 500, 1000, 2000]},
     yaxis: {title: "predicted, difference in %", zeroline: true}});
-  $("within").textContent = near + " of " + data.replays.length + " cells are predicted within 10 %.";
+  $("within").textContent = all ? near + " of " + all + " cells are predicted within 10 %." : "";
 }
 
 // The page

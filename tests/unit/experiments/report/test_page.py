@@ -6,6 +6,7 @@ import csv
 import html
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,22 @@ def test_the_page_holds_its_data_and_needs_no_network(content: dict[str, Any]) -
         assert f'id="{id_}"' in own, id_
     for control in ("model", "nodes", "gbps", "task", "shown"):  # native controls with a label each: the keyboard works
         assert re.search(rf"<label>[^<]+<select id=\"{control}\">", own)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node here")
+@pytest.mark.parametrize(("errors", "said"), [([], None), ([0.0, 0.0, 0.5], 67)])
+def test_a_folder_without_replays_states_no_share_of_them(errors: list[float], said: int | None) -> None:
+    """It was 0 % of the cells."""
+    source = (html_page.FOLDER / "page.js").read_text(encoding="utf-8")
+    shown = re.search(r"^function showReplays\(\) \{.*?^\}", source, re.DOTALL | re.MULTILINE)
+    assert shown is not None
+    rows = [{"id": str(k), "kind": "x", "replayed": 1.0, "predicted": 1.0 + e} for k, e in enumerate(errors)]
+    script = f"""const data = {json.dumps({"replays": rows})}, narrow = {{}}, symbols = [], within = {{}}, titles = [];
+    const $ = () => within, colour = () => "", draw = (id, title) => titles.push(title);
+    {shown[0]}; showReplays(); console.log(JSON.stringify([titles[0], within.textContent]));"""
+    done = subprocess.run(["node", "-"], input=script, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert [re.findall(r"\d+", text) for text in found] == ([[str(said), "10"], ["2", "3", "10"]] if said else [[], []])
 
 
 def text_of(dom: str, id_: str) -> str:
