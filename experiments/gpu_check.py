@@ -43,7 +43,7 @@ from experiments.bench import LARGEST
 from experiments.records.record import ROOT
 from experiments.report.table import Table
 from experiments.runs import command
-from launch.errors import UserError
+from launch.errors import UserError, refused
 from launch.files import write_whole
 from launch.words import say, there_are
 
@@ -162,7 +162,8 @@ def check(options: argparse.Namespace) -> int:
             f"nccl needs at least two GPUs, and here {'is one' if found else 'is none'}: name further --parts"
         )
     folder = options.out.resolve() / time.strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True)
+    with refused(f"cannot write to {options.out}", OSError):
+        folder.mkdir(parents=True)
     began, total = time.time(), 60 * options.minutes
     finished: list[str] = []
     well = True
@@ -220,6 +221,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"--parts knows no {odd[0]!r}{there_are(odd[0], LIMITS)}")
     if not options.minutes > 0:  # nor NaN
         raise UserError(f"--minutes must be positive, got {options.minutes:g}")
+    if 60 * options.minutes < GRACE:
+        raise UserError(f"--minutes={options.minutes:g} does not do for any part: give 1 or more")
     return options
 
 

@@ -21,7 +21,7 @@ function payAt(c, gbps) {
 
 function chosenPay() {
   const [model, gpu, ranks, batch, nodes, gbps] = PAY.map((id) => Number($(id).value));
-  return {model, gpu, ranks, batch, nodes, gbps};
+  return {model, gpu, ranks, batch: Math.round(batch), nodes: Math.round(nodes), gbps};
 }
 
 function offered(c) {  // nodes of one GPU are flat
@@ -75,12 +75,7 @@ function showPay() {
   $("paylink").textContent = where;
 }
 
-function startPay() {
-  pay = data.pay || null;
-  if (!pay) { $("pay").remove(); return; }
-  choose("paymodel", pay.models);
-  choose("paygpu", pay.gpus);
-  choose("payranks", pay.ranks);
+function readPay() {  // from the address
   const said = new URLSearchParams(location.hash.slice(1));
   const place = (list, name, other) => Math.max(0, list.map(String).indexOf(said.get(name) || other));
   const given = (name, other) => Number(said.get(name)) > 0 ? Number(said.get(name)) : other;
@@ -90,9 +85,19 @@ function startPay() {
   $("paybatch").value = String(given("batch", 8));
   $("paynodes").value = String(given("nodes", 4));
   $("paygbps").value = String(given("gbps", 25));
+}
+
+function startPay() {
+  pay = data.pay || null;
+  if (!pay) { $("pay").remove(); return; }
+  choose("paymodel", pay.models);
+  choose("paygpu", pay.gpus);
+  choose("payranks", pay.ranks);
+  readPay();
   PAY.forEach((id) => $(id).addEventListener("input", showPay));
   $("paynear").textContent = Math.round(100 * pay.near) + " %";
   $("payunsure").textContent = Math.round(100 * pay.unsure) + " %";
+  addEventListener("hashchange", () => { if (location.hash.startsWith("#model=")) { readPay(); showPay(); } });
   $("paylink").addEventListener("click", (event) => {
     event.preventDefault();
     history.replaceState(null, "", $("paylink").getAttribute("href"));

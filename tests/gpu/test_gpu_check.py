@@ -44,10 +44,18 @@ def test_nothing_that_could_be_checked_is_no_success(
         (["--parts", "kernels,speed"], "--parts knows no 'speed'"),
         (["--minutes", "0"], "--minutes must be positive"),
         (["--minutes", "nan"], "--minutes must be positive"),
+        (["--minutes", "0.05"], "give 1 or more"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     refused(gpu_check.main, arguments, words, capsys)
+
+
+def test_a_file_in_the_place_of_the_reports_folder_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    refused(gpu_check.main, ["--rehearse", "--out", str(tmp_path / "file")], "cannot write to", capsys)
 
 
 ELSEWHERE = ("accuracy",)
