@@ -93,7 +93,14 @@ def state(optimizer: BucketOptimizer, found: Restored, key: str = "optimizer") -
 
     key: where `local` has the optimizer's state. Raises as `resize` does.
     """
-    return found.local[key] if found.same_world else resize(optimizer, (local[key] for local in found.of_all()))
+    own: dict[str, Any] = found.local[key]
+    fits = found.same_world and of_this_shape(optimizer, own)
+    return own if fits else resize(optimizer, (local[key] for local in found.of_all()))
+
+
+def of_this_shape(optimizer: BucketOptimizer, state: dict[str, Any]) -> bool:
+    """Whether as many workers and shards saved it as there are now: as many ranks may lie on more or fewer nodes."""
+    return tuple(state.get("signature", ())) == optimizer.comm.signature
 
 
 def mean(models: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -111,16 +111,20 @@ def load(folder: str | Path, optimizer: BucketOptimizer, name: str = FOLDER, any
         )
     if found.same_world:
         set_parameters(optimizer, found.local)
-    optimizer.load_state_dict(elastic.state(optimizer, found))
+    optimizer.load_state_dict(elastic.state(optimizer, found) if any_world else found.local["optimizer"])
 
 
-def fitting(optimizer: BucketOptimizer, states: list[dict[str, Any]]) -> dict[str, Any]:
-    """This rank's state out of those of all ranks: its own where there are as many as now, else as `elastic.resize` says."""
+def fitting(optimizer: BucketOptimizer, states: list[dict[str, Any]], any_world: bool) -> dict[str, Any]:
+    """This rank's state out of those of all ranks: its own where there are as many as now, else as `elastic.resize` says.
+
+    any_world: so too where as many ranks are another number of workers (nodes).
+    """
     as_many = len(states) == optimizer.comm.world_size
-    return states[optimizer.comm.rank] if as_many else elastic.resize(optimizer, states)
+    own = as_many and (not any_world or elastic.of_this_shape(optimizer, states[0]))
+    return states[optimizer.comm.rank] if own else elastic.resize(optimizer, states)
 
 
 def own_or_of_one(optimizer: BucketOptimizer, state: dict[str, Any], any_world: bool) -> dict[str, Any]:
     """`state`, this rank's own; with `any_world` also where one process has saved it: made to fit."""
     of_one_process = list(state.get("signature", ())) == [1, 1]
-    return fitting(optimizer, [state]) if any_world and of_one_process else state
+    return fitting(optimizer, [state], True) if any_world and of_one_process else state

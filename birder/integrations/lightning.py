@@ -133,7 +133,7 @@ class BirderCallback(Callback):
     def _own_state(self, method: Any, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's of every rank's."""
         if KEY in state:
-            return every_rank.fitting(method, [own["optimizer"] for own in state[KEY]])
+            return every_rank.fitting(method, [own["optimizer"] for own in state[KEY]], self.any_world)
         return every_rank.own_or_of_one(method, state, self.any_world)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

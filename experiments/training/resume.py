@@ -98,9 +98,13 @@ class Checkpoints:
 
     def _own(self, found: checkpoint.Restored) -> dict[str, Any]:
         """What this rank resumes with. Of another number of ranks: random states and text under way start fresh."""
+        sharded = isinstance(self.method.ddp, ShardedModel)
         if found.same_world:
-            return found.local
-        if isinstance(self.method.ddp, ShardedModel):
+            fits = elastic.of_this_shape(self.method.optimizer, found.local["optimizer"])
+            if fits or sharded or not self.resize:
+                return found.local
+            return found.local | {"optimizer": elastic.state(self.method.optimizer, found), "traffic": None}
+        if sharded:
             raise ValueError("with comm.topology=hsdp the number of nodes and ranks has to stay")
         own = {key: value for key, value in found.local.items() if key in ("buffers", "scaler")}
         own["optimizer"] = elastic.state(self.method.optimizer, found)

@@ -19,6 +19,7 @@ import birder
 from birder import attach, checkpoint
 from birder.checkpoint import elastic
 from birder.comm import SingleProcess
+from birder.integrations import every_rank
 from tests.distributed.test_guards import METHODS
 from tests.helpers import load, toy
 from tests.helpers.ranks import run_ranks
@@ -153,6 +154,30 @@ def test_state_goes_over_element_by_element(variant: str, before: tuple[int, int
             assert sorted(i for mine in ranks for i in mine) == sorted(i for mine in old for i in mine)
     if variant.startswith("Birder"):
         assert all((u["m"].abs() <= u["b"]).all() for state in new for u in state["units"])
+
+
+def test_as_many_ranks_on_other_nodes_are_another_number_of_workers() -> None:
+    """Four ranks of their own begin again as two nodes of two: each rank's own state was refused."""
+    states = made_up("Birder", 4, 1)
+    resized = elastic.resize(bound("Birder", 2, 2, 1), states)
+
+    class Saved(checkpoint.Restored):
+        same_world = True  # type: ignore[assignment]
+
+        def of_all(self) -> Iterator[dict[str, Any]]:
+            return ({"optimizer": state} for state in states)
+
+    ways = (
+        lambda o: elastic.state(o, Saved(7, Path(), {}, {"optimizer": states[1]}, [], 4)),
+        lambda o: every_rank.fitting(o, states, True),
+    )
+    for way in ways:
+        optimizer = bound("Birder", 2, 2, 1)
+        optimizer.load_state_dict(way(optimizer))
+        for unit, flat in zip(optimizer.units, resized["units"], strict=True):
+            assert torch.equal(unit.state["m"], flat["m"])
+    with pytest.raises(ValueError, match="4 workers x 1 shards, this run has 2 x 2"):  # nobody has asked for it
+        optimizer.load_state_dict(every_rank.fitting(optimizer, states, False))
 
 
 @pytest.mark.parametrize(
