@@ -62,7 +62,7 @@ class VirtualRanks:
     first optimizer steps for all of them, the others do not change, and parameters and state are kept once.
 
     Raises ValueError where sizes do not fit, and where optimizers differ, later too. RuntimeError from `step` where not every
-    rank has had its turn.
+    rank has had its turn, and for a parameter that was unfrozen meanwhile.
     """
 
     def __init__(
@@ -161,6 +161,15 @@ class VirtualRanks:
             self._compare()
         self._turned = []
         first = self.optimizers[0]
+        held = {p for group in first.param_groups for p in group["params"] if p.requires_grad}
+        for name, p in self.model.module.named_parameters():
+            if (
+                p in held and p not in self._place and p.grad is not None
+            ):  # the sum of all turns, of which none keeps its own
+                raise RuntimeError(
+                    f"{name} has a gradient but was frozen when virtual ranks were made: build DistributedDataParallel and "
+                    "VirtualRanks again"
+                )
         dense = first.plan(first.steps + 1) is Plan.DENSE
         for i in range(len(self._params)):
             # What DDP leaves behind: where a rank has a gradient, those that have none get 0.

@@ -261,6 +261,20 @@ def misused(rank: int, world: int) -> dict[str, str]:
     tried("one rank's turn", usual, usual, turns=(0,))
     tried("another order", usual, usual, turns=(1, 0))
     tried("no such rank", usual, usual, turns=(0, -1))
+    model, _ = make()
+    model.second.requires_grad_(False)
+    ranks = VirtualRanks(
+        DistributedDataParallel(model), [birder.SGDM(model.parameters()) for _ in range(2)], topology=Topology(2, 1)
+    )
+    model.second.requires_grad_(True)
+    before = model.second.weight.detach().clone()
+    for i in range(2):
+        with ranks.turn(i):
+            backward(ranks.model, i, 1)
+    with pytest.raises(RuntimeError, match=r"second\.weight has a gradient but was frozen") as error:
+        ranks.step()
+    assert torch.equal(model.second.weight, before)
+    found["unfrozen"] = str(error.value)
     return found
 
 
@@ -276,6 +290,7 @@ def test_virtual_ranks_that_real_ones_would_refuse_are_refused() -> None:
         "one rank's turn": r"turns of \[0\]",
         "another order": r"turns of \[0\]",
         "no such rank": r"in \[0, 2\), got -1",
+        "unfrozen": "VirtualRanks again",
     }
     assert {name: bool(re.search(words[name], text)) for name, text in said.items()} == dict.fromkeys(words, True)
 
