@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import Requests, ShardMean
+from birder.comm import AllGather, AllToAll, Requests, ShardMean
 from birder.optim.checks import pair
 from birder.optim.contract import Plan
 from birder.optim.layout import Unit
@@ -35,8 +35,8 @@ class EfficientAdam(SeenMap, OneBitMean):
 
     params, lr, betas, eps, weight_decay: as in torch.optim.AdamW. options: max_grad_norm, seed; see `BucketOptimizer`.
 
-    A coordinate whose gradient has been 0 on every rank in every step so far does not move. With a rate of 0 nothing is sent,
-    and errors wait for another rate.
+    A coordinate whose gradient has been 0 on every rank in every step so far does not move. With a rate of 0 messages
+    say nothing, and errors wait for another rate.
 
     State, rank-local: m_i, v_i and e_i, fp32[d]; with nodes as workers, or shards, fp32[d / ranks per node]. s: fp32[d/n].
     """
@@ -82,6 +82,9 @@ class EfficientAdam(SeenMap, OneBitMean):
             mean = yield from self.onebit_mean(unit, p)  # (3)
             self.write_mean(unit, grad, mean)
         else:
+            # Ranks that have another rate would wait for ever for this one's messages, before all compare their rates.
+            yield AllToAll(unit.buffers["bits"].zero_(), unit.buffers["rows"])
+            yield AllGather(unit.buffers["chunk"].zero_(), unit.buffers["result"])
             grad.zero_()
         unit.result = grad
 

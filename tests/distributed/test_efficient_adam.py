@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from birder import EfficientAdam
+from birder import EfficientAdam, Topology
+from birder.comm.runtime import OwnTurn, lockstep
+from birder.comm.virtual import communicators
 from tests.helpers import reference, toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
@@ -90,3 +92,16 @@ def test_nodes_as_workers_equal_the_reference() -> None:
     _, x = oracle_run(2, 2)
     for r in run_ranks(hook_run, 4, {"hierarchical": True}, ranks_per_node=2):
         assert np.array_equal(r["x"], x)
+
+
+def test_a_rank_whose_rate_alone_is_0_keeps_nobody_waiting() -> None:
+    """Ranks compare their rates after the messages: one that sent none left the others waiting for ever."""
+    comms, optimizers = communicators(Topology(2, 1), False), []
+    for comm, lr in zip(comms, (LR, 0.0), strict=True):
+        p = torch.nn.Parameter(torch.ones(40))
+        p.grad = torch.ones(40)
+        optimizers.append(EfficientAdam([p], lr))
+        optimizers[-1].bind(comm, OwnTurn())
+    with torch.no_grad():
+        lockstep(comms, [optimizer.stepping() for optimizer in optimizers], lambda rank: None)
+    assert [optimizer.steps for optimizer in optimizers] == [1, 1]
