@@ -23,10 +23,7 @@ from torch import Tensor
 
 from birder.checkpoint import Restored
 from birder.optim.base import BucketOptimizer, Unit, round_up
-from birder.optim.by_parameter import Flat, check_layout, own
-
-OWN = ("mean", "sum")
-"""Of `Method.carried`: what every worker has for itself."""
+from birder.optim.by_parameter import OWN, Flat, as_kind, check_layout, own
 
 
 def resize(optimizer: BucketOptimizer, states: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -187,10 +184,7 @@ class _Whole:
         if self.rule in OWN:
             parts = self.workers if self.rule == "mean" else workers
             whole = whole / (parts if self.sharded else parts * self.shards)
-            if not self.kind.is_floating_point:  # of many old workers' errors the sum may be too large for int8
-                limits = torch.iinfo(self.kind)
-                whole = whole.round().clamp(limits.min, limits.max)
-            whole = whole.to(self.kind)
+            whole = as_kind(whole, self.kind)
         if unit is None or len(whole) != self.padded:
             return whole.view(self.shape)
         return torch.nn.functional.pad(whole[: unit.numel], (0, unit.padded - unit.numel))

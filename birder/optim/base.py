@@ -18,7 +18,7 @@ from birder import kernels
 from birder.comm import AcrossHolders, Communicator, Mean, Pipeline, Requests, SingleProcess, Total, run
 from birder.comm.runtime import Task, asking
 from birder.optim.agreement import Agreement, digest_of
-from birder.optim.by_parameter import parts, put_back, taken
+from birder.optim.by_parameter import parts, put_back, shared_out, taken
 from birder.optim.checks import (
     check_foreign_options,
     check_gradient,
@@ -84,7 +84,7 @@ class BucketOptimizer(Guards):
                 "backward pass that failed load the last checkpoint"
             )
         self.pipeline.wait()
-        again, given, saved = self._bound, self._given(), taken(self)
+        again, given, saved, before = self._bound, self._given(), taken(self), self.comm
         watched, changed = self.watch.look_all(self.units)
         moved = {unit.wholes[i] for unit in self.units for i in unit.moved}
         there = set(self.state)  # of a parameter that was taken out the script may have deleted it, as for torch
@@ -108,6 +108,9 @@ class BucketOptimizer(Guards):
         self._reduced, self._unstepped = set(), False
         self._watch.forget()
         self.watch.restore(self.units, changed, watched)
+        if self.steps and before.signature != self.comm.signature:
+            saved = {p: shared_out(self, before, kept) for p, kept in saved.items()}
+            self._aside = {p: (since, shared_out(self, before, kept)) for p, (since, kept) in self._aside.items()}
         if again or given:
             put_back(self, saved, given)
         # Nobody averages what takes no part any more: ranks would keep different values for good.

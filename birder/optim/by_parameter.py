@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from birder.comm import AllGather, GatherShards, run
+from birder.comm import AllGather, Communicator, GatherShards, Mean, run
 from birder.optim.contract import Method
 from birder.optim.layout import Unit, round_up
 
 Flat = dict[str, Tensor]
 """A unit's state; what has a number for every element has `padded` of them."""
+OWN = ("mean", "sum")
+"""Of `Method.carried`: what every worker has for itself."""
 
 
 def span(method: Method, unit: Unit, tensor: Tensor) -> slice | None:
@@ -82,6 +84,30 @@ def taken(method: Method) -> dict[Tensor, Flat]:
         for i, p in enumerate(unit.wholes):
             found[p] = {name: of_parameter(method, unit, name, tensor, i).clone() for name, tensor in flat.items()}
     return found
+
+
+@torch.no_grad()
+def shared_out(method: Method, before: Communicator, kept: Flat) -> Flat:
+    """A parameter's state for other workers or shards than those of `before`: the mean of what workers withhold stays, or its
+    sum, as birder/checkpoint/elastic.py has it. Every rank calls it, once units are laid out anew."""
+    comm, found = method.comm, dict(kept)
+    cut = {name for unit in method.units for name, t in unit.state.items() if t.numel() * comm.shards == unit.padded}
+    for name, tensor in kept.items():
+        rule, part = method.carried.get(name), tensor.float()
+        if rule not in OWN:
+            continue
+        if comm.shards > 1 and before.world_size > 1 and name in cut:  # each rank goes on with a part of what it had
+            part = run(comm, Mean(part.reshape(-1), counted=False)).view(tensor.shape)
+        found[name] = as_kind(part * (before.workers / comm.workers if rule == "sum" else 1.0), tensor.dtype)
+    return found
+
+
+def as_kind(values: Tensor, kind: torch.dtype) -> Tensor:
+    """Rounded where `kind` is of whole numbers; of many workers' errors the sum may be too large for int8."""
+    if not kind.is_floating_point:
+        limits = torch.iinfo(kind)
+        values = values.round().clamp(limits.min, limits.max)
+    return values.to(kind)
 
 
 @torch.no_grad()

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
-from birder import attach
+from birder import Topology, attach
+from birder.optim.by_parameter import taken
 from tests.helpers import toy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.workload_data import same
@@ -113,3 +115,34 @@ def test_each_attachment_counts_what_its_own_optimizer_sends() -> None:
     rest = model.embed.weight.numel() + 1  # nobody's, in fp32: of the same message as the second's
     assert (first, second) == (2 * mine, 4 * (others + rest))
     assert "\n" not in message
+
+
+def by_nodes_and_back(rank: int, world: int) -> list[torch.Tensor]:
+    """What workers withhold, all together or on average, before and after attaching by nodes, and by ranks again."""
+    found = []
+    for reduce, name in (("one_phase", "owner_error"), ("two_phase", "worker_error")):
+        model = toy.make()
+        ddp, optimizer = DistributedDataParallel(model), birder.SigmaDeltaAdam(model.parameters(), reduce=reduce)
+
+        def withheld(name: str = name, optimizer: Any = optimizer) -> torch.Tensor:
+            own = torch.cat([kept[name].flatten() for kept in taken(optimizer).values()])
+            dist.all_reduce(own)  # of a node each rank says all of it
+            return own / (optimizer.comm.shards if name == "owner_error" else world)
+
+        attach(ddp, optimizer)
+        toy.train(ddp, optimizer, rank, range(1, 4))
+        found.append(withheld())
+        for how in ({"hierarchical": True, "topology": Topology(1, 2)}, {}):
+            attachment = attach(ddp, optimizer, **how)
+            found.append(withheld())
+        attachment.close()
+    return found
+
+
+def test_what_is_withheld_stays_where_nodes_become_workers_and_back() -> None:
+    """A part of it was dropped where nodes became workers, and sent twice where ranks did again."""
+    for mine in run_ranks(by_nodes_and_back, 2):
+        for before, *after in (mine[:3], mine[3:]):
+            assert before.abs().max() > 0.1
+            for now in after:
+                torch.testing.assert_close(now, before, rtol=0, atol=1e-6)
