@@ -237,6 +237,8 @@ class VirtualRanks:
         Rank 0's, whose first backward precedes DDP's rebuilding of its buckets.
         """
         if self._here == 0:
+            if bucket.index() == 0:  # a second pass adds to the same gradients, which are averaged once
+                self._buckets = []
             self._buckets.append(list(bucket.parameters()))
         return done(bucket.buffer())
 

@@ -278,6 +278,27 @@ def misused(rank: int, world: int) -> dict[str, str]:
     return found
 
 
+def twice(rank: int, world: int) -> float:
+    """How far two synchronised passes of a turn are from one pass through their sum, where each rank has its own batches."""
+    models = []
+    for passes in (1, 2):
+        model = toy.make()
+        optimizers = [birder.SGDM(model.parameters(), lr=0.1) for _ in range(3)]
+        ranks = VirtualRanks(DistributedDataParallel(model), optimizers, topology=Topology(3, 1))
+        for turn in range(3):
+            with ranks.turn(turn):
+                losses = (toy.loss(ranks.model, turn, step) for step in (1, 2))
+                for loss in losses if passes == 2 else [next(losses) + next(losses)]:
+                    loss.backward()
+        ranks.step()
+        models.append(toy.flat(model))
+    return float((models[0] - models[1]).abs().max())
+
+
+def test_two_passes_of_a_turn_are_averaged_once() -> None:
+    assert run_ranks(twice, 1)[0] < 1e-6
+
+
 def test_virtual_ranks_that_real_ones_would_refuse_are_refused() -> None:
     (said,) = run_ranks(misused, 1)
     words = {
