@@ -8,8 +8,8 @@
     cut     every server's own: put together in the order of elements, and cut again
 
 The mean of the workers' errors stays as it was, so that nothing that was withheld is lost or sent twice. Two exceptions of
-sigma-delta Adam are in docs/appendix/methods.md. |m| <= b of Birder still holds, for |mean m| <= mean b. Nothing is random: all new ranks get the same, bit for bit. The resumed run is not
-the one that would have followed with the old number.
+sigma-delta Adam are in docs/appendix/methods.md. |m| <= b of Birder still holds, for |mean m| <= mean b. Nothing is random:
+all new ranks get the same, bit for bit. The resumed run is not the one that would have followed with the old number.
 """
 
 from __future__ import annotations
