@@ -163,9 +163,7 @@ class VirtualRanks:
         first = self.optimizers[0]
         held = {p for group in first.param_groups for p in group["params"] if p.requires_grad}
         for name, p in self.model.module.named_parameters():
-            if (
-                p in held and p not in self._place and p.grad is not None
-            ):  # the sum of all turns, of which none keeps its own
+            if p in held and p not in self._place and p.grad is not None:  # the sum of all turns, none keeps its own
                 raise RuntimeError(
                     f"{name} has a gradient but was frozen when virtual ranks were made: build DistributedDataParallel and "
                     "VirtualRanks again"
