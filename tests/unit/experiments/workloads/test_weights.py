@@ -85,9 +85,6 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     place = str(apart(tmp_path / "step-00000020", [net(1)]))
     with pytest.raises(UserError, match=r"is of another model: cls\.bias, cls\.weight, qa_outputs\.bias"):
         weights.put(net(3, "qa_outputs"), place)
-    shards = str(apart(tmp_path / "step-00000030", [torch.nn.Linear(4, 1), torch.nn.Linear(4, 0)]))
-    with pytest.raises(UserError, match=r"shapes of their own.*comm\.topology=hsdp"):
-        weights.read(shards)
     with pytest.raises(UserError, match="is not a run with a whole checkpoint: give its directory"):
         weights.find(str(tmp_path / "absent"))
     (tmp_path / "step-00000020" / rank_file(0)).write_bytes(b"torn")
