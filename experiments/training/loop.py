@@ -31,7 +31,7 @@ from launch.words import say
 def train(spec: RunSpec) -> None:
     """Trains as the rank that torchrun's environment names, and writes the record on rank 0.
 
-    Raises UserError for what the user can mend, Diverged when the loss is NaN or inf.
+    Raises UserError for what the user can mend, Diverged when the loss, or a model that is evaluated, is NaN or inf.
     """
     with world(spec) as shard:
         _Run(spec, shard).run()
@@ -179,6 +179,9 @@ class _Run:
             self.method.averaged(),
             gathered(self.ddp),
         ):
+            # Of NaN, too, a model makes answers, and after the last update no loss shows it.
+            if not all(bool(p.isfinite().all()) for p in self.ddp.module.parameters()):
+                raise Diverged("the loss is nan from here on, for parameters are NaN or inf: lower optimizer.lr")
             self.metrics = self.workload.evaluate(self.ddp.module, self.shard)
         self.ddp.train()
 

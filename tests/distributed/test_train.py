@@ -191,6 +191,25 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, precision):
     assert not (tmp_path / "results" / "records").exists()
 
 
+def train_into_nan(rank: int, world: int, spec: RunSpec) -> None:
+    """Every loss is a number, and no gradient is: that of sqrt at 0 is inf."""
+    from experiments.workloads.digits import Digits
+
+    loss = Digits.loss
+    Digits.loss = lambda self, model, batch: (
+        loss(self, model, batch) + (0 * sum(p.sum() for p in model.parameters())).sqrt()
+    )
+    runs.train(rank, world, spec)
+
+
+def test_a_last_update_that_leaves_no_numbers_ends_the_run_too(tmp_path):
+    """No loss follows that would show it, and a model of NaN has an accuracy: that of the first class."""
+    given = ["cluster.nodes=1", "train.max_steps=1", "optimizer=sgdm", "checkpoint.every=0"]
+    with pytest.raises(RuntimeError, match=r"Diverged: the loss is nan from here on.*: lower optimizer.lr"):
+        fresh_world(train_into_nan, 1, make_spec(tmp_path, "r", *given), grouped=False)
+    assert not (tmp_path / "results" / "records").exists()
+
+
 @pytest.mark.parametrize("precision", [slow("bf16"), "fp16"])
 def test_half_precision_trains(tmp_path, precision):
     spec = make_spec(tmp_path, "r", f"train.precision={precision}", "checkpoint.every=0", "optimizer=birder")
