@@ -189,12 +189,12 @@ def place(results_dir: str | Path, run_id: str) -> Path:
 
 
 def write_failed(spec: RunSpec, reason: str) -> None:
-    """Records that `spec` failed, unless it has recorded its result since it was started: that is whole.
+    """Records that `spec` failed, unless some start of it has recorded a result: that is whole, and stays.
 
     A record that cannot be written is reported in one line and hides no other error.
     """
     try:
-        if ended_well(spec) is None or not _since_its_start(spec):
+        if ended_well(spec) is None:
             write(failed(spec, reason), spec.config["results_dir"])
     except UserError as error:
         say(f"error: {error}", sys.stderr)
@@ -207,14 +207,6 @@ def ended_well(spec: RunSpec) -> ResultRecord | None:
     except UserError:
         return None
     return found if found.status == "completed" else None
-
-
-def _since_its_start(spec: RunSpec) -> bool:
-    """Whether the record is younger than the present start of the run, which has written spec.yaml."""
-    try:
-        return place(spec.config["results_dir"], spec.id).stat().st_mtime_ns >= spec.file.stat().st_mtime_ns
-    except OSError:
-        return False
 
 
 def save_curve(source: str | Path, results_dir: str | Path, run_id: str) -> str | None:
