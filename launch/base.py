@@ -132,6 +132,9 @@ class Launcher(ABC):
             except BaseException as error:
                 why = "interrupted by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
                 self.on_failure(spec, why)
+                # A full disk, no more processes. That nobody reads the output is the command's to say.
+                if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                    raise RunFailed(why) from error
                 raise
             finally:
                 if self.wait:

@@ -148,6 +148,17 @@ def test_killed_launcher_leaves_nothing_and_holds_nothing(tmp_path: Path) -> Non
         assert (tmp_path / "run/run.owner").exists()
 
 
+def test_a_run_that_the_system_cannot_start_is_one_line(tmp_path: Path) -> None:
+    """A full disk, no more processes; here a file stands where the logs go."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/logs").write_text("")
+    launcher = LocalLauncher(nodes=1, ranks_per_node=1)
+    launcher.worker, launcher.on_failure = STUB, record.write_failed
+    with pytest.raises(failure.RunFailed, match="logs"):
+        launcher.launch(make_spec(tmp_path))
+    assert record.read(record.place(tmp_path / "results", "stub-1")).status == "failed"
+
+
 def test_command(tmp_path: Path) -> None:
     launcher = LocalLauncher(nodes=4, ranks_per_node=2, name="local", max_restarts=1)
     spec = make_spec(tmp_path)
