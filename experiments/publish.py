@@ -43,6 +43,7 @@ def publish(own: Path, published: Path, group: str | None = None, exp: str | Non
     if own.resolve() == published.resolve():
         raise UserError(f"--results and --published are the same folder, {published}: there is nothing to move")
     found = chosen(own, group, exp)
+    read_all(published)  # else the tables, which come last, would be the first to find what is broken there
     names = [name for r in found for name in (r.curve, f"records/{r.id}.json") if name is not None]
     for name in names:  # all are there before any goes; a record comes after its curve
         write_file(published / name, (own / name).read_bytes(), "published file")

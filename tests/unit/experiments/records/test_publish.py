@@ -88,6 +88,14 @@ def test_bad_input_is_one_line_and_moves_nothing(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "published").exists()
 
 
+def test_nothing_is_moved_to_where_a_record_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, there = save(tmp_path / "local", *clean_group()), save(tmp_path / "published", run("Birder", 1.0, id="old"))
+    (there / "records/broken.json").write_text("{")
+    before = files(tmp_path)
+    refused(lambda given: command(own, there, *given), ["g"], "broken.json is not a readable record", capsys)
+    assert files(tmp_path) == before
+
+
 def test_a_folder_is_not_published_to_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It would be emptied: what is copied onto itself is then removed."""
     own = save(tmp_path / "local", *clean_group())
