@@ -49,6 +49,6 @@ class ImageFolder(SmallImages):
         keep = fixed_choice(len(files), limit, "train_images")
         try:
             images = torch.stack([files[k][0] for k in keep])
-        except OSError as error:
+        except Exception as error:  # PIL raises SyntaxError and others, too
             raise UserError(f"data.path: an image in {folder} is not readable ({error})") from error
         return images, torch.tensor(files.targets)[keep]

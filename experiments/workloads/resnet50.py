@@ -178,7 +178,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         try:
             image, label = self.folder[index]
-        except OSError as error:
+        except Exception as error:  # PIL raises SyntaxError and others, too
             raise UserError(f"data.path: {self.folder.samples[index][0]} is not a readable image ({error})") from error
         with as_global(generator("augment", self.seed, self.epoch, index)):
             return self.transform(image), label

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from experiments.workloads.base import Shard
@@ -211,12 +213,22 @@ def test_missing_and_empty_folders(kind: type, tmp_path: Path) -> None:
         kind(str(root)).check()
 
 
+def broken_inside() -> bytes:
+    """A PNG with a part of an unknown kind: what PIL raises of it is no OSError."""
+    pixels = torch.randint(256, (200, 200, 3), generator=generator("noise"), dtype=torch.uint8).numpy()
+    written = io.BytesIO()
+    Image.fromarray(pixels).save(written, "PNG")
+    head, mark, rest = written.getvalue().rpartition(b"IDAT")
+    return head + bytes(len(mark)) + rest
+
+
+@pytest.mark.parametrize("content", [b"no image", broken_inside()], ids=["no image", "broken inside"])
 @pytest.mark.parametrize(
     ("kind", "more"), [(ResNet50, {}), (ResNet50, {"workers": 1}), (ImageFolder, {})], ids=["alone", "loader", "folder"]
 )
-def test_broken_image(kind: type, more: dict[str, int], tmp_path: Path) -> None:
+def test_broken_image(kind: type, more: dict[str, int], content: bytes, tmp_path: Path) -> None:
     root = image_folder(tmp_path / "data", train=1, val=1)
-    (root / "train" / "class0" / "0.png").write_bytes(b"no image")
+    (root / "train" / "class0" / "0.png").write_bytes(content)
     workload = kind(str(root), image_size=32, **more)
     workload.check()
 
