@@ -129,7 +129,11 @@ def read_hub(dataset: str, split: str) -> list[SquadQuestion]:
 
 def checked(questions: list[SquadQuestion], source: str) -> list[SquadQuestion]:
     """`questions` whose answers stand at their offsets. Raises UserError when more than 1 % do not, or none is left."""
-    good = [q for q in questions if q.answers and all(q.context[at : at + len(text)] == text for text, at in q.answers)]
+    good = [
+        q
+        for q in questions
+        if q.answers and all(text and q.context[at : at + len(text)] == text for text, at in q.answers)
+    ]
     if len(good) < max(1, 0.99 * len(questions)):
         raise UserError(
             f"{source}: {len(questions) - len(good)} of {len(questions)} questions have no answer at the given offset"

@@ -97,7 +97,13 @@ def test_a_value_of_the_wrong_type_is_one_line(tmp_path: Path, key: str, value: 
 
 
 @pytest.mark.parametrize(
-    "content", [squad(context=""), '{"data": ' + "[" * 200_000, squad().replace('"Ada did."', "[" * 9000 + "]" * 9000)]
+    "content",
+    [
+        squad(context=""),
+        squad(text=""),
+        '{"data": ' + "[" * 200_000,
+        squad().replace('"Ada did."', "[" * 9000 + "]" * 9000),
+    ],
 )
 def test_an_empty_or_deeply_nested_context_is_one_line(tmp_path: Path, content: str) -> None:
     file = tmp_path / "train-v1.1.json"
