@@ -101,13 +101,18 @@ def of_this_shape(optimizer: BucketOptimizer, state: dict[str, Any]) -> bool:
 
 
 def mean(models: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of models, tensors by name, added in fp64 in their order, read one at a time. Raises ValueError for none."""
+    """The mean of models, tensors by name, added in fp64 in their order, read one at a time.
+
+    Raises ValueError for none, and for models that differ in their tensors' shapes.
+    """
     totals: dict[str, Tensor] = {}
     first: dict[str, Tensor] = {}
     count = 0
     for model in models:
         first = first or model
         for name, tensor in model.items():
+            if name not in first or tensor.shape != first[name].shape:
+                raise ValueError(f"ranks have different shapes of {name}: they kept no whole models")
             totals[name] = tensor.double() if count == 0 else totals[name].add_(tensor)
         count += 1
     if not count:

@@ -49,9 +49,11 @@ def put(net: nn.Module, place: str, skip: tuple[str, ...] = ()) -> nn.Module:
     saved = read(place)
     mine = dict(net.named_parameters())
     differ = {n for n in set(mine) ^ set(saved) if not n.startswith(skip)}
-    differ |= {n for n in set(mine) & set(saved) if mine[n].shape != saved[n].shape}
-    if differ:
-        raise UserError(f"workload.weights={place} is of another model: {', '.join(sorted(differ)[:3])}")
+    odd = {n for n in set(mine) & set(saved) if mine[n].shape != saved[n].shape}
+    if differ or odd:
+        named = ", ".join(sorted(differ | odd)[:3])
+        shards = ", or its ranks kept shards (comm.topology=hsdp)" * (not differ)
+        raise UserError(f"workload.weights={place} is of another model{shards}: {named}")
     with torch.no_grad():
         for name in set(mine) & set(saved):
             mine[name].copy_(saved[name])

@@ -90,3 +90,12 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "step-00000020" / rank_file(0)).write_bytes(b"torn")
     with pytest.raises(UserError, match="step-00000020 is broken"):
         weights.read(place)
+
+
+def test_shards_of_a_model_are_said_to_be_some(tmp_path: Path) -> None:
+    """With comm.topology=hsdp every rank keeps its rows alone; of few rows some ranks have none."""
+    for widths in ((2, 2), (1, 0)):
+        shards = [torch.nn.Linear(4, width, bias=False) for width in widths]
+        place = str(apart(tmp_path / str(widths[0]) / "step-00000020", shards))
+        with pytest.raises(UserError, match=r"kept shards \(comm.topology=hsdp\): weight|kept no whole models"):
+            weights.put(torch.nn.Linear(4, sum(widths), bias=False), place)
