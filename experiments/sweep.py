@@ -67,7 +67,7 @@ def sweep(
     }.values():
         compose.check(compose.compose([*row.overrides, *given]))
     study = Study(exp, first["results_dir"], others, dry_run=dry_run)
-    grid = SweepQueue(rows, study, given, wandb_group)
+    grid = SweepQueue(rows, study, given, wandb_group, waits=first["cluster"].get("wait", True))
     if dry_run:
         grid.list()
         return 0

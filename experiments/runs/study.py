@@ -225,6 +225,8 @@ class SweepQueue:
     """Rows of a study on their way.
 
     given:   the user's own overrides, of every row. wandb_group: of the runs in W&B, unless the user gives one.
+    waits:   runs have ended when they have been made. If not, the same command finds the folder of one that is under way, by
+             which its launcher refuses to begin it again.
     patient: a rate is chosen among all of a row's candidates; else among those that are recorded when all were tried.
     tried:   places of rows that this process has run. said: the last word on each row.
     """
@@ -234,6 +236,7 @@ class SweepQueue:
     given: Sequence[str] = ()
     wandb_group: str | None = None
     patient: bool = True
+    waits: bool = True
     tried: set[int] = field(default_factory=set)
     elsewhere: set[Hashable] = field(default_factory=set)
     said: dict[int, str] = field(default_factory=dict)
@@ -244,6 +247,8 @@ class SweepQueue:
 
     def composed(self, overrides: Sequence[str]) -> Composed:
         own = [] if self.wandb_group is None else [f"wandb.group={self.wandb_group}"]
+        if not self.waits:
+            own += [f"run_name={self.study.lock_of(self.name(overrides)).stem}", "resume=auto"]
         return compose.compose([*overrides, *compose.unless_given(own, self.given), *self.given])
 
     def of(self, overrides: tuple[str, ...]) -> ResultRecord | None:

@@ -15,6 +15,7 @@ from experiments.config import compose, sweeps
 from experiments.records import privacy, record
 from experiments.report import tables
 from experiments.runs import start
+from experiments.runs.study import Study, SweepQueue, asked
 from launch.errors import UserError
 from launch.failure import RunFailed
 from tests.helpers.commands import refused
@@ -279,6 +280,21 @@ def test_two_seeds_choose_by_their_mean_and_entries_have_names_of_their_own(
     said = capsys.readouterr().out
     assert "lr=0.2, seed=2: to run" in said
     assert "1 runs to do, 4 recorded" in said
+
+
+def test_a_run_that_is_not_waited_for_is_found_under_way_by_the_same_command(tmp_path: Path) -> None:
+    """Until its job has ended nothing is recorded: without a name of its own it would be submitted once more."""
+    (tmp_path / "mine.yaml").write_text(CHOOSING)
+    rows = sweeps.rows(sweeps.load(str(tmp_path / "mine.yaml")), ["sgdm"], [0.4], [1])
+    given = ["cluster=slurm", "cluster.wait=false", f"results_dir={tmp_path}", f"output_dir={tmp_path}"]
+    ids = []
+    for _ in range(2):
+        grid = SweepQueue(rows, Study("digits", str(tmp_path)), given, waits=False)
+        spec = compose.make_spec(grid.composed(rows[0].overrides))
+        spec.save()
+        ids.append(spec.id)
+        assert grid.name(rows[0].overrides) == asked(spec.overrides)
+    assert ids[0] == ids[1]  # by which launch/slurm finds a job that has not ended
 
 
 def test_further_seeds_of_one_given_rate_wait_for_no_choice(tmp_path: Path) -> None:
