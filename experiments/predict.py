@@ -309,6 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(given)
     if options.out and not options.sweep:
         raise UserError("--out is the file of a sweep's plot: add --sweep gbps or --sweep nodes")
+    if options.examples and options.question:
+        raise UserError(f"--examples writes the page of conf/predict/examples.yaml: leave {options.question[0]} out")
     if options.examples:
         print(examples())
     else:
