@@ -71,4 +71,6 @@ def main(folder: Path, steps: int) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("error: which folder for checkpoints? examples/elastic.py FOLDER")
+    if not all(steps.isdecimal() for steps in sys.argv[2:]):
+        sys.exit(f"error: {sys.argv[2]} is not a number of steps: examples/elastic.py FOLDER [STEPS]")
     main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else STEPS)

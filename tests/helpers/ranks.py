@@ -231,7 +231,8 @@ def fresh_world(
 
 
 def run_script(path: Path, world: int, *arguments: str) -> list[str]:
-    """What each of `world` ranks prints that runs a script, in torchrun's environment, from the script's own folder."""
+    """What each of `world` ranks prints that runs a script, in torchrun's environment, from the script's own folder; also the
+    line with which it ends too early."""
     return fresh_world(_script, world, str(path.resolve()), arguments, grouped=False)
 
 
@@ -241,7 +242,10 @@ def _script(rank: int, world: int, path: str, arguments: tuple[str, ...]) -> str
     sys.argv = [path, *arguments]
     sys.path.insert(0, os.path.dirname(path))  # as Python does
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        runpy.run_path(path, run_name="__main__")
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as ended:
+            print(ended.code)
     return said.getvalue()
 
 
