@@ -81,7 +81,7 @@ class _Run:
             )
         done = self._resume()
         # Without a checkpoint nothing tells how far a run came but its record.
-        if (done >= self.length.total or (not done and self.config["resume"] == "auto")) and self._recorded():
+        if (done >= self.length.total or (not done and self.config["resume"] == "auto")) and self._recorded(done):
             return
         names = {"sample": self.workload.sample, "metric": self.workload.metric}
         with Tracker(self.spec, self.main, total=self.length.total, start=done, **names) as tracker:
@@ -152,11 +152,13 @@ class _Run:
             say(f"resumed from step {found.step}")
         return found.step
 
-    def _recorded(self) -> bool:
+    def _recorded(self, done: int) -> bool:
         """Whether an earlier start of this run ended well, so that nothing is left to do. Its record stays, and joins the
-        comparison that this start belongs to."""
+        comparison that this start belongs to. done: the checkpoint's step, 0 for none."""
         spec, results = self.spec, self.config["results_dir"]
         kept = record.ended_well(spec) if self.main else None
+        if kept is not None and kept.steps is not None and kept.steps < done:
+            kept = None  # of a shorter run, which has been trained on since
         if not all_sum([float(kept is not None)], self.shard)[0]:
             return False
         if kept is not None:

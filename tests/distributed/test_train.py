@@ -122,6 +122,18 @@ def test_a_run_that_has_ended_keeps_its_record(tmp_path, every):
     assert found[0]["timing"]["steps"] > 0
 
 
+def test_the_end_of_a_run_is_recorded_where_it_was_trained_on(tmp_path):
+    """It was killed after its last checkpoint: the record is still that of the fewer steps that it had at first."""
+    one = ["optimizer=sgdm", "cluster.nodes=1"]
+    for _ in range(2):
+        spec = make_spec(tmp_path, "r", *one)
+        spec.save()
+        fresh_world(runs.train, 1, spec, grouped=False)
+        found = record_of(tmp_path)
+        assert found["steps"] == STEPS
+        (tmp_path / "results" / "records" / f"{spec.id}.json").write_text(json.dumps({**found, "steps": 5}))
+
+
 def test_a_resumed_run_of_another_world_size_is_refused(tmp_path):
     make_spec(tmp_path, "r").save()
     with pytest.raises(UserError, match=r"cannot resume .* world size 3, this is 2"):
