@@ -73,7 +73,8 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
     """The id of the run in `run_dir`. Notes in `resolved` what the run has been changed in since it began.
 
     Raises UserError when its checkpoints cannot fit this configuration; also when another one would give other parameters,
-    unless it says resume_allow_config_change=true. With resume_resize=average the numbers of nodes and ranks may differ.
+    unless there is a checkpoint and it says resume_allow_config_change=true. With resume_resize=average the numbers of nodes
+    and ranks may differ.
     """
     resized = resolved["resume_resize"] == "average"
     try:
@@ -87,16 +88,19 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
         if then[key] != now and not (resized and is_size):
             how = "; resume_resize=average resumes with another number of ranks" if is_size else ""
             raise UserError(f"cannot resume {run_dir}: it ran with {key} {then[key]}, this is {now}{how}")
-    if not any(run_dir.glob("checkpoints/step-*")) and not record.ended_well(replace(earlier, config=resolved)):
+    saved = any(run_dir.glob("checkpoints/step-*"))
+    if not saved and not record.ended_well(replace(earlier, config=resolved)):
         return earlier.id  # there is nothing of it that this would resume, or write over
     changed = differences(then_config, resolved)
     unasked = [change for change in changed if not (resized and change[0] in _OF_THE_WORLD)]
-    if unasked and not resolved["resume_allow_config_change"]:
+    if unasked and not (saved and resolved["resume_allow_config_change"]):
         key, old, new = unasked[0]
         more = f" (and {len(unasked) - 1} more)" if len(unasked) > 1 else ""
+        # A run that has ended without a checkpoint cannot continue, however much is allowed.
+        otherwise = "continue anyway with resume_allow_config_change=true" if saved else "choose another run_name"
         raise UserError(
             f"cannot resume {str(run_dir)[-80:]}: {key} was {_short(old)}, now it is {_short(new)}{more}: "
-            "set it as it was, or continue anyway with resume_allow_config_change=true"
+            f"set it as it was, or {otherwise}"
         )
     if before or changed:
         resolved |= {CHANGED: [*before, *changed], "resume_allow_config_change": True}

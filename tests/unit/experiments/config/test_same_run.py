@@ -95,8 +95,9 @@ def test_a_record_is_not_written_over_by_another_run(tmp_path: Path) -> None:
     assert compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"])).id == spec.id
     record.write(record.from_spec(spec), tmp_path / "results")
     assert compose.make_spec(compose.compose([*at, "resume=auto"])).id == spec.id
-    with pytest.raises(UserError, match="seed was 0, now it is 7"):
-        compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"]))
+    for allowed in ("false", "true"):  # nothing of it could be continued
+        with pytest.raises(UserError, match=r"seed was 0, now it is 7: set it as it was, or choose another run_name"):
+            compose.make_spec(compose.compose([*at, "resume=auto", "seed=7", f"resume_allow_config_change={allowed}"]))
 
 
 def test_without_a_checkpoint_nothing_is_gone_on_with(tmp_path: Path) -> None:
