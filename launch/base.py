@@ -32,6 +32,9 @@ def opened(spec: RunSpec) -> Iterator[None]:
         try:
             spec.path.mkdir(parents=True, exist_ok=True)
             until_the_end.enter_context(lock.held(spec.path))
+            # A start at the same moment may have taken the folder, and left its job in it (cluster.wait=false).
+            if spec.file.exists() and RunSpec.load(spec.file).id != spec.id:
+                raise UserError(f"{spec.run_dir}: another run has just begun here: choose another run_name")
             failure.forget_earlier(spec.path)
             spec.save()
         except OSError as error:

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch import failure, files, lock
+from launch.base import opened
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
@@ -66,6 +68,18 @@ def test_a_running_run_is_not_started_again(tmp_path: Path, temporary: Path) -> 
         assert lock.is_held(tmp_path / "run")
     assert not lock.is_held(tmp_path / "run")
     assert list(temporary.iterdir()) == []  # torchrun makes folders there, unless told where
+
+
+def test_of_two_that_begin_at_the_same_moment_one_has_the_folder(tmp_path: Path) -> None:
+    """Both found it empty; the first has let go of it already, as with cluster.wait=false."""
+    first = make_spec(tmp_path)
+    with opened(first):
+        pass
+    with pytest.raises(UserError, match="another run has just begun here"), opened(replace(first, id="stub-2")):
+        pass
+    assert RunSpec.load(first.file) == first
+    with opened(first):  # resumed
+        pass
 
 
 @pytest.mark.slow

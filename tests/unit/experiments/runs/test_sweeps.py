@@ -283,7 +283,7 @@ def test_two_seeds_choose_by_their_mean_and_entries_have_names_of_their_own(
 
 
 def test_a_run_that_is_not_waited_for_is_found_under_way_by_the_same_command(tmp_path: Path) -> None:
-    """Until its job has ended nothing is recorded: without a name of its own it would be submitted once more."""
+    """Until its job has ended nothing is recorded: without a lasting name it would be submitted once more."""
     (tmp_path / "mine.yaml").write_text(CHOOSING)
     rows = sweeps.rows(sweeps.load(str(tmp_path / "mine.yaml")), ["sgdm"], [0.4], [1])
     given = ["cluster=slurm", "cluster.wait=false", f"results_dir={tmp_path}", f"output_dir={tmp_path}"]
