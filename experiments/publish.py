@@ -33,6 +33,8 @@ def chosen(own: Path, group: str | None, exp: str | None) -> list[ResultRecord]:
         if r.git.get("dirty") is not False:
             state = "changed code" if r.git.get("dirty") else "code of an unknown commit"
             raise UserError(f"{what} is not published: {r.id} ran {state}; commit, run it again, publish that")
+        if not place(own, r.id).is_file():
+            raise UserError(f"{what} is not published: the record of {r.id} has another name than {place(own, r.id)}")
         if r.curve is not None and not (own / r.curve).is_file():
             raise UserError(f"{what} is not published: {r.id} names the curve {own / r.curve}, which is not there")
     return found

@@ -96,6 +96,14 @@ def test_nothing_is_moved_to_where_a_record_is_broken(tmp_path: Path, capsys: py
     assert files(tmp_path) == before
 
 
+def test_a_record_that_was_renamed_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *others = clean_group()
+    own = save(tmp_path / "local", first, *others)
+    record.place(own, first.id).rename(own / "records/mine.json")
+    refused(lambda given: command(own, tmp_path / "published", *given), ["g"], "has another name than", capsys)
+    assert not (tmp_path / "published").exists()
+
+
 def test_a_folder_is_not_published_to_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It would be emptied: what is copied onto itself is then removed."""
     own = save(tmp_path / "local", *clean_group())
