@@ -89,14 +89,14 @@ def taken(method: Method) -> dict[Tensor, Flat]:
 @torch.no_grad()
 def shared_out(method: Method, before: Communicator, kept: Flat) -> Flat:
     """A parameter's state for other workers or shards than those of `before`: the mean of what workers withhold stays, or its
-    sum, as birder/checkpoint/elastic.py has it. Every rank calls it, once units are laid out anew."""
+    sum, as birder/checkpoint/elastic.py has it. Every rank calls it, once the new units are there."""
     comm, found = method.comm, dict(kept)
     cut = {name for unit in method.units for name, t in unit.state.items() if t.numel() * comm.shards == unit.padded}
     for name, tensor in kept.items():
         rule, part = method.carried.get(name), tensor.float()
         if rule not in OWN:
             continue
-        if comm.shards > 1 and before.world_size > 1 and name in cut:  # each rank goes on with a part of what it had
+        if comm.shards > 1 and before.world_size > 1 and name in cut:  # each rank keeps a part of what it had
             part = run(comm, Mean(part.reshape(-1), counted=False)).view(tensor.shape)
         found[name] = as_kind(part * (before.workers / comm.workers if rule == "sum" else 1.0), tensor.dtype)
     return found

@@ -21,8 +21,8 @@ from birder.checkpoint import elastic
 from birder.comm import SingleProcess
 from birder.integrations import every_rank
 from tests.distributed.test_guards import METHODS
-from tests.helpers import load, toy
-from tests.helpers.ranks import run_ranks
+from tests.helpers import ROOT, load, toy
+from tests.helpers.ranks import run_ranks, run_script
 from tests.helpers.tiers import slow, slow_unless
 
 UNIT_MB = 0.0008
@@ -324,6 +324,11 @@ def test_the_example_ends_well_where_no_step_is_left(
     assert "step 50: loss" in capsys.readouterr().out
     example.main(tmp_path / "checkpoints", 50)
     assert capsys.readouterr().out == "step 50 of 1 ranks, now 1\n"
+
+
+def test_the_example_asks_for_a_number_of_steps(tmp_path: Path) -> None:
+    (said,) = run_script(ROOT / "examples/elastic.py", 1, str(tmp_path), "x")
+    assert "x is not a number of steps" in said
 
 
 def alone(folder: Path, number: Iterator[int], backend: str) -> None:
