@@ -353,7 +353,10 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
             ["timeline=resnet50_b32_tf32", "local_steps=4", "--sweep", "gbps"],
             "local_steps=4 is of local SGD and DiLoCo",
         ),
-        (["timeline=resnet50_b32_tf32", "run_steps=4", "--sweep", "nodes"], "run_steps=4 is of Sigma-delta Adam"),
+        (
+            ["timeline=resnet50_b32_tf32", "methods=birder", "run_steps=4", "--sweep", "nodes"],
+            "run_steps=4 is of Sigma-delta Adam",
+        ),
         (["timeline=resnet50_b32_tf32", "--out", "x.png"], "add --sweep gbps"),
         (["--examples", "model=resnet50"], "leave model=resnet50 out"),
         (["--evaluate"], "python studies/predicted.py"),
