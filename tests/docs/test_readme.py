@@ -287,6 +287,16 @@ def test_configuration_keys_of_the_differences_exist() -> None:
         assert name in config[section] or (section == "optimizer" and name in options), key
 
 
+def test_the_tasks_without_a_warm_up_are_those_that_the_differences_name() -> None:
+    """Of the Birder paper's tasks."""
+    tasks = {"resnet50": "ResNet-50", "cifar100": "CIFAR-100", "bert_squad": "SQuAD", "ptb": "PTB", "wikipedia": "Wiki"}
+    row = re.search(r"warm-up of the learning rate \| none for ([^|,]*),", text("docs/methods/README.md"))
+    assert row
+    for exp, task in tasks.items():
+        warms = compose.compose([f"+exp={exp}", "scale=paper"]).config["train"]["lr_schedule"].get("warmup")
+        assert bool(warms) == (task not in row[1]), task
+
+
 def test_the_page_of_methods_has_all_of_them_and_what_may_change_is_what_update_alone_reads() -> None:
     every, late = (rows(part) for part in text("docs/methods/README.md").split("## Common to all", 1))
     named = {name for row in every for name in re.findall(r"`(\w+)`", row[1])}
