@@ -59,6 +59,12 @@ def test_learning_rate_rule() -> None:
     assert resolved(*at, "train.accumulate=2")["optimizer"]["lr"] == pytest.approx(0.1 * 2 * 32 * 32 / 256)
 
 
+def test_the_warm_up_that_is_a_share_of_the_steps_is_one_on_any_number_of_nodes() -> None:
+    """Wikipedia's run lasts a number of epochs: its steps depend on how many ranks there are."""
+    warmup = resolved("+exp=wikipedia", "optimizer=onebit_adam", "scale=paper")["optimizer"]["warmup_steps"]
+    assert warmup == 0.15
+
+
 def test_scale_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`paper` needs both a GPU and data."""
     with_gpus(monkeypatch, "0,1")
