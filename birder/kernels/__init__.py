@@ -105,7 +105,7 @@ def _served(name: str, by: int = 0, whole: bool = False) -> Callable[..., Any]:
 
 
 encode = _served("encode", whole=True)
-binarize = _served("binarize")
+binarize = _served("binarize", whole=True)
 reduce_bits = _served("reduce_bits")
 owned = _served("owned")
 assemble = _served("assemble")

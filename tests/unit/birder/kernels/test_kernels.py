@@ -143,6 +143,7 @@ def test_numbers_of_elements_must_make_whole_bytes():
     z = torch.zeros(12)
     for call in (
         lambda: kernels.pack_signs(z),
+        lambda: kernels.binarize(z, seed=0, step=1, worker=0, start=0),
         lambda: kernels.split_signs(z, torch.tensor(1.0), None),
         lambda: kernels.split_signs(torch.zeros(24), torch.tensor(1.0), None, parts=2),
         lambda: kernels.encode(z, z, z, beta=0.9, eps=0.0, hold=False, seed=0, step=1, worker=0, start=0),
