@@ -448,7 +448,7 @@ def apply_bits(
     for p, offset in zip(params, offsets, strict=True):
         signs = unpack(bits[offset // 8 : (offset + p.numel() + 7) // 8])[: p.numel()].float().mul_(2).sub_(1)
         if active is not None:
-            signs.mul_(active[offset : offset + p.numel()])
+            signs.masked_fill_(~active[offset : offset + p.numel()], 0.0)  # not a product: from -0 it would take -0
         wide = p.float()  # p itself where it is fp32
         if decay:
             wide.mul_(1.0 - decay)

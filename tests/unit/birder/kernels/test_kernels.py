@@ -119,6 +119,15 @@ def test_fused_update_equals_the_reference(dtype, partial, decay):
     kernel_checks.apply(cpu, "cpu", dtype, decay, partial)
 
 
+@pytest.mark.parametrize("module", [cpu, reference])
+def test_what_is_not_active_keeps_every_bit(module):
+    for start in (0.0, -0.0):
+        p = torch.full((16,), start)
+        bits = torch.tensor([0, 255], dtype=torch.uint8)
+        module.apply_bits([p], [0], bits, lr=0.1, decay=0.0, active=torch.zeros(16, dtype=torch.bool))
+        assert torch.equal(p.signbit(), torch.full((16,), start).signbit())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keep", [1.0, 0.99])
 def test_fused_adam_equals_the_reference(dtype, keep):
