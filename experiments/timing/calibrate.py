@@ -98,10 +98,14 @@ def measure(resolved: dict[str, Any]) -> Calibration:
 
 
 def _sweep(temporary: Path) -> None:
-    """Removes the folders of calibrations that were killed. One that runs holds its run's lock; a new one is let be."""
+    """Removes the folders of calibrations that were killed. One that runs holds its run's lock; a new one is let be.
+
+    A folder of that name without such a lock in it is somebody's own.
+    """
     for left in temporary.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             about = left.stat()
             mine = about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode) and not left.is_symlink()
+            mine = mine and (left / "run" / lock.LOCK).exists()
             if mine and time.time() - about.st_mtime > _NEW_S and not lock.is_held(left / "run"):
                 shutil.rmtree(left, ignore_errors=True)

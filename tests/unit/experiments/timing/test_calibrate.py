@@ -87,6 +87,7 @@ def test_what_killed_calibrations_left_is_removed(tmp_path: Path) -> None:
     old, running, new = (tmp_path / f"calibration-{name}" for name in ("old", "running", "new"))
     for folder in (old, running, new, tmp_path / "other"):
         (folder / "run").mkdir(parents=True)
+        (folder / "run" / lock.LOCK).touch()
     (tmp_path / "calibration-link").symlink_to(tmp_path / "other")
     with lock.held(running / "run"):
         for folder in (old, running, tmp_path / "other"):
@@ -98,3 +99,12 @@ def test_what_killed_calibrations_left_is_removed(tmp_path: Path) -> None:
         "calibration-running",
         "other",
     ]
+
+
+def test_a_folder_of_the_user_that_is_called_calibration_is_kept(tmp_path: Path) -> None:
+    images = tmp_path / "calibration-images"
+    (images / "run").mkdir(parents=True)
+    (images / "run" / "1.png").touch()
+    os.utime(images, (0, 0))
+    calibrate._sweep(tmp_path)
+    assert (images / "run" / "1.png").exists()
