@@ -206,6 +206,7 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     if rank == 0:
         start.check_results(resolved[0])
     made = plan.make(chosen, group) if rank == 0 else None
+    status = 0
     with contextlib.ExitStack() as until_the_end:
         spec = until_the_end.enter_context(start.shared(made))
         if rank == 0:
@@ -214,8 +215,10 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
         if rank == 0:
             tables.write(spec.config["results_dir"], spec.exp)
             comparison_run.record(tables.print_group(spec.config["results_dir"], group))
-            comparison_run.status = 0
-    return 0
+            for line in plan.failures(spec):
+                status = command.report(RunFailed(line))
+            comparison_run.status = status
+    return status
 
 
 @command.report_errors

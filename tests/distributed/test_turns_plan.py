@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -136,6 +137,29 @@ def test_a_world_that_never_began_has_failed_for_all(tmp_path: Path, monkeypatch
     ]
     assert compare.compare(overrides, None) == 1
     assert [r.status for r in record.read_all(tmp_path / "results")] == ["failed"] * 5
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_under_torchrun_too_a_method_that_fails_is_in_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: int
+) -> None:
+    world = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    for name, value in world.items():
+        monkeypatch.setenv(name, str(value))
+
+    def as_rank(spec: Any, *_: Any) -> None:
+        for number, v in enumerate(spec.config["variants"]):
+            own = plan.spec_of(spec, v)
+            made = record.failed(own, "the loss is nan at step 3") if number < lost else record.from_spec(own)
+            record.write(made, tmp_path / "results")
+
+    monkeypatch.setattr(compare.start, "shared", contextlib.nullcontext)
+    monkeypatch.setattr(compare.start, "as_rank", as_rank)
+    monkeypatch.setattr(compare.tables, "write", lambda *_: None)
+    monkeypatch.setattr(compare.tables, "print_group", lambda *_: [])
+    asked = ["timing.mode=interleaved", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/out", "tracker=none"]
+    assert compare.main(["+exp=digits", *asked]) == min(lost, 1)
+    assert ("the loss is nan at step 3" in capsys.readouterr().err) is bool(lost)
 
 
 def test_asking_for_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
