@@ -151,6 +151,7 @@ class _World:
             taken += max(gathered(entry.memory()))
             if not self.held:
                 entry.free()
+        self._at(self.bound)
 
     def _profile(self) -> dict[str, Any] | None:
         """What is known of machine and links besides the bound, where the ranks set the links' rate; they are open."""
@@ -203,6 +204,7 @@ class _World:
                 for entry in self._order(f"{number} open"):
                     self._open_turn(entry)
                 self.links.set()
+                self._at(self.bound)
             self.links.follow()
             if extra:
                 self.exchange.turns(self.bound, self.watch, self.links.mbit)
@@ -266,6 +268,7 @@ class _World:
 
     def _measure_bound(self, turns: int) -> float:
         """Seconds of a step without communication and update, on the slowest rank."""
+        self._at(self.bound)
         self._warm_bound()
         steps = max(2, self.steps)
         taken = [self._seconds(self.bound, steps) / steps for _ in range(turns)]

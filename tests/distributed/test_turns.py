@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +143,20 @@ def test_a_method_that_cannot_be_made_or_loses_its_way_is_recorded_as_failed(tmp
     assert "nonsense" in str(records["birder-1bit"].reason)
     assert "lower optimizer.lr" in str(records["sgdm-bf16"].reason)
     assert [line.partition(":")[0] for line in plan.failures(spec)] == ["Birder", "SGDM bf16"]
+
+
+def test_what_breaks_while_the_bound_is_measured_is_no_methods_failure(tmp_path: Path) -> None:
+    from experiments.timing.turns import _World
+
+    world = _World.__new__(_World)
+    world.spec = RunSpec("g", "g", "digits", "", [], {"variants": [{"id": "g-last"}]}, str(tmp_path))
+    world.main, world.held, world.steps, world.bound = True, True, 2, SimpleNamespace(id="")  # type: ignore[assignment]
+    world.links = SimpleNamespace(pace=deque())  # type: ignore[assignment]
+    world._seconds = lambda *_: 1.0  # type: ignore[method-assign]
+    world._at(SimpleNamespace(id="g-last"))  # type: ignore[arg-type]
+    assert plan.whose_turn(world.spec) == "g-last"
+    world._measure_bound(1)
+    assert plan.whose_turn(world.spec) is None
 
 
 @pytest.mark.slow
