@@ -27,7 +27,7 @@ class EmulatedLinks:
     known:  what records say of the link.
     shapes: whether the ranks set the rate.
     pace:   seconds a step of the bound in its last turns, on the slowest rank.
-    set_to: for each round: the pace, the dilation that follows, the links' rate.
+    set_to: for each round: the pace that the links are set by, the dilation that follows, the links' rate.
     """
 
     def __init__(self, spec: RunSpec, agree: Callable[[Callable[[], Any]], Any], say: Callable[[str], None]) -> None:
@@ -36,6 +36,7 @@ class EmulatedLinks:
         self.shapes = bool(self.known.get("shaped")) and self.known.get("set_mbit_per_s") is None
         self.mbit: float | None = None
         self.dilation = 1.0
+        self.set_by = 0.0
         self.pace: deque[float] = deque(maxlen=BOUND_TURNS)
         self.set_to: list[tuple[float, float, float]] = []
 
@@ -59,7 +60,8 @@ class EmulatedLinks:
         else:
             dilation = float(asked)
 
-        self.mbit, self.dilation = self.agree(lambda: rank_link.capacity(self.config, dilation)), dilation
+        self.mbit = self.agree(lambda: rank_link.capacity(self.config, dilation))
+        self.dilation, self.set_by = dilation, bound_s
         self.check(self.mbit, dilation)
         if self.known.get("note"):
             self.say(self.known["note"])
@@ -81,9 +83,9 @@ class EmulatedLinks:
         pace = statistics.median(self.pace)
         dilation = self._calibration(pace).dilation
         with contextlib.suppress(UserError):  # more than this machine can carry: unchanged
-            self.mbit, self.dilation = rank_link.capacity(self.config, dilation), dilation
+            self.mbit, self.dilation, self.set_by = rank_link.capacity(self.config, dilation), dilation, pace
         assert self.mbit is not None
-        self.set_to.append((pace, self.dilation, self.mbit))
+        self.set_to.append((self.set_by, self.dilation, self.mbit))
         self.set()
 
     def free(self) -> None:

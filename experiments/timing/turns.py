@@ -111,8 +111,12 @@ class _World:
             drift = now / began - 1
             if abs(drift) <= machine.DRIFT or repeated:
                 break
+            try:
+                before, dilation = now, self.links.settle(now)
+            except UserError as error:  # links that fit are more than this machine carries: the table says so
+                self._say(f"Compute speed drifted by {drift:+.0%}, and the rounds are not repeated: {error}")
+                break
             self._say(f"Compute speed drifted by {drift:+.0%}: the rounds are repeated")
-            before, dilation = now, self.links.settle(now)
             self.links.set_to.clear()
             self.exchange.forget()
             for entry in self._all():

@@ -77,6 +77,9 @@ def test_a_table_says_when_the_machine_was_busy_or_has_changed_its_pace() -> Non
     assert "the bound changed by -13% from the time" in text
     assert "repeated once" in str(captions.caution({**ABOUT, "repeated": True}))
     assert captions.caution(ABOUT) is None
+    drifted = {"busy": None, "drift": -0.12, "repeated": False}
+    assert "more than this machine carries" in str(captions.caution(drifted))
+    assert "more than this machine carries" not in str(captions.caution({**drifted, "repeated": True}))
     assert "rebuilt in every round" in speedup_table.as_table(speedup.build(group(held="one"))[0]).markdown()
 
 
