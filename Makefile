@@ -27,6 +27,8 @@ ASTRAY = $(if $(call OF,$1),$(filter-out help $(call OF,$1),$(MAKECMDGOALS)))
 $(foreach v,$(TYPED),$(if $(call ASTRAY,$v),$(error make $(firstword $(call ASTRAY,$v)) has no variable $v: $v is of make $\
 $(call OF,$v))))
 
+# What the user gives is text: make would take $b in a path for a variable, and drop it. ARGS are words for the shell.
+$(foreach v,$(filter-out ARGS,$(LISTED)),$(eval override $v := $$(value $v)))
 # A value in the shell's quotes, whatever is in it.
 q = '$(subst ','\'',$1)'
 OVERRIDES = $(if $(NODES),$(call q,cluster.nodes=$(NODES))) $(if $(RANKS),$(call q,cluster.ranks_per_node=$(RANKS))) \

@@ -89,6 +89,18 @@ def test_make_with_an_apostrophe_in_a_value() -> None:
     assert shlex.split(command)[2:] == ["+exp=digits", "data.path=it's; here", "--dry-run"]
 
 
+@pytest.mark.parametrize("given", ["/tmp/a$b", "/tmp/a$(HOME)", "/tmp/$$"])
+def test_make_with_a_dollar_in_a_value(given: str) -> None:
+    """make would take it for a variable: data would be read from another folder without a word."""
+    for path in (given, None):  # typed, and from the environment
+        extra = [f"DATA={path}"] if path else []
+        env = {**os.environ, "DATA": given}
+        command = ["make", "-C", str(ROOT), "-n", f"VENV={sys.prefix}", "digits", *extra]
+        shown = subprocess.run(command, capture_output=True, text=True, env=env).stdout
+        line = next(line for line in shown.splitlines() if "compare.py" in line)
+        assert f"data.path={given}" in shlex.split(line)
+
+
 def test_make_runs_one_target_after_the_other(tmp_path: Path) -> None:
     """With -j, too: two comparisons at once would time each other."""
     python = tmp_path / "bin/python"
