@@ -29,6 +29,7 @@ from experiments.report import replay_page, tables
 from experiments.runs import command, start
 from launch.base import Launcher
 from launch.emulated import launcher as emulated
+from launch.environment import cores
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from launch.spec import RunSpec
@@ -91,6 +92,12 @@ def measure(suite: Suite, options: argparse.Namespace, command: str) -> None:
             raise UserError(f"the table needs links of a set rate, and this machine has none to give: {reason}")
         say(f"No emulated links here ({reason}): loopback alone is measured.")
         worlds = {world: some for world, some in worlds.items() if not world[0]}
+    for shaped, nodes in worlds:
+        if shaped and options.mbit > (most := 1000 * emulated.capacity_gbps(nodes, cores())):
+            raise UserError(
+                f"--mbit={options.mbit:g} is more than this machine ({count(cores(), 'core')}) can carry for {nodes} nodes "
+                f"at once: {most:.4g} at most"
+            )
     start.check_folder(Path(options.results))
     for (shaped, nodes), cells in worlds.items():
         began = time.monotonic()
@@ -151,8 +158,9 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
     )
     parser.add_argument("--mbit", type=float, default=suite and suite.mbit, help="rate of the emulated links, Mbit/s")
     parser.add_argument("--tables-only", action="store_true", help="measure nothing, make the page from the records")
-    parser.add_argument("--results", default=record.LOCAL, help="results folder")
-    parser.add_argument("--output", default="outputs", help="folder for logs and profiles")
+    # Also by the names that a run's keys have: so messages call them.
+    parser.add_argument("--results", "--results-dir", default=record.LOCAL, help="results folder")
+    parser.add_argument("--output", "--output-dir", default="outputs", help="folder for logs and profiles")
     parser.add_argument("--profile", action="store_true", help="a chrome trace and a PNG of one step of every cell")
     parser.add_argument("--kernels-only", action="store_true", help="the kernels alone")
     parser.add_argument("--no-kernels", action="store_true", help="the methods alone")

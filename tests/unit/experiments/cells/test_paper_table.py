@@ -224,6 +224,17 @@ def test_a_folder_that_cannot_be_read_is_refused_before_anything_is_measured(
     refused(replay.main, [*arguments, "--results", str(tmp_path / "file")], "set results_dir=FOLDER", capsys)
 
 
+def test_a_rate_that_the_last_nodes_cannot_have_is_refused_before_the_first_are_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(emulated, "why_not", lambda: None)
+    monkeypatch.setattr(replay, "cores", lambda: 2)
+    monkeypatch.setattr(replay, "launch", lambda *_: pytest.fail("measured"))
+    asked = ["suite=paper", "mbit=1200", f"results_dir={tmp_path}/r", f"output_dir={tmp_path}/o"]
+    refused(replay.main, asked, "--mbit=1200 is more than this machine (2 cores) can carry for 8 nodes", capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_a_sandbox_the_table_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
