@@ -21,6 +21,7 @@ from experiments.timing import cycles
 from experiments.timing.shared_ddp import Ready, SharedDDP
 from experiments.training import method
 from experiments.training.clock import StepClock, Stopwatch
+from experiments.training.loop import LOST
 from experiments.training.method import AttachedMethod, Length
 from experiments.training.traffic import NicMeter, StepTraffic, past_the_counters
 from experiments.workloads.base import Batch, Shard, Workload
@@ -255,6 +256,18 @@ class Variant(Entry):
             counter = self.method.attachment.counter
             for place, value in enumerate((counter.intra, counter.inter, counter.collectives)):
                 self.sent[place] += value
+
+    def warm(self, watch: Stopwatch) -> None:
+        """Runs the warm-up. Steps that a GradScaler skips, as its scale begins too high, are none of the method's."""
+        assert self.method is not None
+        optimizer, scaled = self.method.optimizer, self.method.scaler is not None
+        end = optimizer.steps + self.warm_up
+        self.turn(self.warm_up, watch)
+        for _ in range(LOST):
+            if scaled and optimizer.steps < end:
+                self.turn(1, watch)
+        if scaled and optimizer.steps < end:
+            self.failed = f"the loss is NaN or inf in {LOST} steps at every loss scale: lower optimizer.lr"
 
     def turn(self, steps: int, watch: Stopwatch, timed: bool = False) -> float:
         assert self.method is not None

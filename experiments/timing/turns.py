@@ -191,7 +191,7 @@ class _World:
         if entry.failed is None:
             entry.plan(self.rounds, self.steps, self.held)
         if entry.failed is None:
-            entry.turn(entry.warm_up, self.watch)
+            entry.warm(self.watch)
             self._same(entry)
         if entry.failed is not None:
             entry.free()

@@ -145,6 +145,25 @@ def test_a_method_that_cannot_be_made_or_loses_its_way_is_recorded_as_failed(tmp
     assert [line.partition(":")[0] for line in plan.failures(spec)] == ["Birder", "SGDM bf16"]
 
 
+@pytest.mark.parametrize("skipped", [0, 3, 10**6])
+def test_steps_that_a_grad_scaler_skips_are_no_warm_up(skipped: int) -> None:
+    """The first rounds would be of the dense stage."""
+    from experiments.timing.entries import Variant
+
+    variant = Variant.__new__(Variant)
+    optimizer, skips = SimpleNamespace(steps=0), iter(range(skipped))
+    variant.warm_up, variant.failed = 5, None
+    variant.method = SimpleNamespace(optimizer=optimizer, scaler=object())  # type: ignore[assignment]
+
+    def turn(steps: int, *_: Any) -> float:
+        optimizer.steps += sum(next(skips, None) is None for _ in range(steps))
+        return 0.0
+
+    variant.turn = turn  # type: ignore[method-assign]
+    variant.warm(None)  # type: ignore[arg-type]
+    assert (optimizer.steps, variant.failed is None) == ((5, True) if skipped < 10 else (0, False))
+
+
 def test_what_breaks_while_the_bound_is_measured_is_no_methods_failure(tmp_path: Path) -> None:
     from experiments.timing.turns import _World
 
