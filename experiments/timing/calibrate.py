@@ -37,20 +37,25 @@ LEAST = 1.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured. Times in ms per optimizer step."""
+    """What was measured. Times in ms per optimizer step, of `accumulate` micro-batches; a timeline is of one."""
 
     here_ms: float
     timeline: Timeline
+    accumulate: int = 1
+
+    @property
+    def there_ms(self) -> float:
+        return self.accumulate * self.timeline.step_ms
 
     @property
     def dilation(self) -> float:
         """Three significant digits: what tables print is what was set, and runs of one comparison share it exactly."""
-        return float(f"{max(LEAST, self.here_ms / self.timeline.step_ms):.3g}")
+        return float(f"{max(LEAST, self.here_ms / self.there_ms):.3g}")
 
     def __str__(self) -> str:
         return (
             f"Time dilation {self.dilation:g}: forward and backward take {self.here_ms:.0f} ms here, "
-            f"{self.timeline.step_ms:.3g} ms on {self.timeline.gpu} (timeline {self.timeline.name})"
+            f"{self.there_ms:.3g} ms on {self.timeline.gpu} (timeline {self.timeline.name})"
         )
 
 
@@ -94,7 +99,7 @@ def measure(resolved: dict[str, Any]) -> Calibration:
         spec = dataclasses.replace(spec, run_dir=str(Path(folder) / "run"))
         plan.launcher(spec.config).launch(spec)
         found = json.loads((spec.path / plan.BOUND_FILE).read_text())
-    return Calibration(float(found["step_ms"]), timeline)
+    return Calibration(float(found["step_ms"]), timeline, int(resolved["train"]["accumulate"]))
 
 
 def _sweep(temporary: Path) -> None:

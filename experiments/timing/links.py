@@ -46,7 +46,8 @@ class EmulatedLinks:
 
     def _calibration(self, bound_s: float) -> Calibration:
         """The dilation that a step of the bound asks for."""
-        return Calibration(1000 * bound_s, timelines.load(self.config["timeline"]))
+        accumulate = int(self.config["train"]["accumulate"])
+        return Calibration(1000 * bound_s, timelines.load(self.config["timeline"]), accumulate)
 
     def settle(self, bound_s: float) -> float | None:
         """Sets emulated links to what the bound asks for. Returns the dilation; None where there is none."""

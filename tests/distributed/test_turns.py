@@ -193,7 +193,7 @@ def test_links_follow_the_last_turns_of_the_bound(monkeypatch: pytest.MonkeyPatc
 
     made = EmulatedLinks.__new__(EmulatedLinks)
     cluster = {"dilation": "auto", "link_gbps": 10, "nodes": 2, "max_total_gbps": 5.0}
-    made.config = {"cluster": cluster, "timeline": "resnet50_b32_tf32"}
+    made.config = {"cluster": cluster, "timeline": "resnet50_b32_tf32", "train": {"accumulate": 1}}
     made.shapes, made.mbit, made.set_to = True, None, []
     made.pace = deque([0.5] * BOUND_TURNS, maxlen=BOUND_TURNS)
     asked: list[float | None] = []
@@ -216,6 +216,13 @@ def test_links_follow_the_last_turns_of_the_bound(monkeypatch: pytest.MonkeyPatc
     made.follow()
     assert (len(made.set_to), asked[-1]) == (BOUND_TURNS + 3, rates[-1] / 2)
     assert made.set_to[-1] == made.set_to[-2]  # the pace too: what the bound has drifted from
+    made.pace.extend([4.0] * BOUND_TURNS)
+    made.follow()
+    single = made.set_to.pop()
+    made.config["train"]["accumulate"] = 4  # a step of four micro-batches, on the GPU as here
+    made.follow()
+    assert made.set_to.pop()[1] == pytest.approx(single[1] / 4, rel=0.01)
+    del asked[-2:]
     cluster["dilation"] = 20.0  # asked for: nothing follows
     made.follow()
     assert len(asked) == BOUND_TURNS + 3

@@ -55,6 +55,14 @@ def test_one_measurement_for_all_variants(seen: list[Any], capsys: pytest.Captur
     assert len(seen) == 1
 
 
+def test_a_step_of_several_micro_batches_is_one_of_several_on_the_gpu(seen: list[Any]) -> None:
+    one, four = (compose.compose([*RESNET, f"train.accumulate={n}"]) for n in (1, 4))
+    for made in (one, four):
+        calibrate.settle([made])
+    dilations = [compose.resolve(made)["cluster"]["dilation"] for made in (one, four)]
+    assert dilations[1] == pytest.approx(dilations[0] / 4, rel=0.01)
+
+
 def test_a_faster_machine_is_not_slowed_down() -> None:
     timeline = load("resnet50_b32_tf32")
     assert calibrate.Calibration(timeline.step_ms / 3, timeline).dilation == 1.0
