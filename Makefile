@@ -188,7 +188,10 @@ help:  ## develop: show this text
 
 # A misspelt target: the nearest one, or how an experiment without a target of its own is run.
 TARGETS = $(shell sed -n 's/^\([a-z][a-z0-9_-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST)))
-.DEFAULT:
+# So is a folder's name, which make would find up to date: make tests would end well and test nothing.
+FOLDERS := $(filter-out $(TARGETS),$(filter $(wildcard *),$(MAKECMDGOALS)))
+.PHONY: $(FOLDERS)
+$(FOLDERS) .DEFAULT:
 	@$(if $(wildcard conf/exp/$@.yaml),near="exp EXP=$@",near=$$($(PYTHON) -c '$(NEAR)' '$@' $(TARGETS))); \
 	echo "error: no target '$@'; did you mean make $$near? make help lists them" >&2; exit 2
 

@@ -138,7 +138,12 @@ def test_make_help_fits_a_terminal_and_lists_every_target_once() -> None:
 
 @pytest.mark.parametrize(
     ("target", "near"),
-    [("digts", "make digits"), ("tset", "make test"), ("resnet50_b128", "make exp EXP=resnet50_b128")],
+    [
+        ("digts", "make digits"),
+        ("tset", "make test"),
+        ("tests", "make test"),  # a folder
+        ("resnet50_b128", "make exp EXP=resnet50_b128"),
+    ],
 )
 def test_make_with_an_unknown_target(target: str, near: str) -> None:
     done = make(f"VENV={sys.prefix}", target)
