@@ -29,11 +29,11 @@ def warm_up(optimizer: BucketOptimizer, least: int) -> int:
     limit = getattr(optimizer, "warmup_steps", 0)
     dense = 0
     if optimizer.compressed:
-        while optimizer.plan(first + dense) is Plan.DENSE and dense < LONGEST:
+        while optimizer.plan(first + dense) is Plan.DENSE and dense <= LONGEST:
             dense += 1
         # Methods that send messages of another kind in their warm-up, without all-reduce.
         dense = max(dense, limit - optimizer.steps if isinstance(limit, int) else 0)
-        if dense >= LONGEST:
+        if dense > LONGEST:
             raise UserError(
                 f"{optimizer.kind} warms up for {limit or dense} steps or more, and timing begins after at most {LONGEST}: "
                 "set optimizer.warmup_steps"

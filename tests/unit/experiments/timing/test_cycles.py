@@ -26,6 +26,7 @@ def made(name: str, **options: Any) -> BucketOptimizer:
         ("OneBitAdam", {"warmup_steps": 2}, 3, 1),
         ("OneBitAdam", {"warmup_steps": 7}, 8, 1),  # seven dense steps, one of its own kind
         ("OneBitLAMB", {"warmup_steps": 7}, 8, 1),
+        ("OneBitAdam", {"warmup_steps": cycles.LONGEST}, cycles.LONGEST + 1, 1),
         ("CSER", {"reset_every": 6}, 3, 6),
         ("CSER", {"reset_every": 6, "gradient_ratio": None}, 3, 6),
         ("QSparseLocalSGD", {"sync_every": 4}, 3, 4),
