@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from launch.process import has_own_proc
+
 DRIFT = 0.05
 """A bound that has changed by more than this share since the dilation was measured: the rounds are repeated, once."""
 BUSY = 0.05
@@ -23,9 +25,10 @@ BUSY = 0.05
 class Reading:
     """What one rank reads at one moment.
 
-    machine: which machine it is on. cores: that it may use. own_s: CPU seconds of this rank, and of its torchrun agent
-    where it is the first rank of that agent. busy_s, steal_s: CPU seconds of everybody on these cores, and those that the
-    hypervisor kept. load: the 1-minute load average. free: bytes of memory that are available.
+    machine: which machine it is on. cores: that it may use. own_s: CPU seconds of this rank and of the processes that load
+    its data, and of its torchrun agent where it is the first rank of that agent. busy_s, steal_s: CPU seconds of everybody
+    on these cores, and those that the hypervisor kept. load: the 1-minute load average. free: bytes of memory that are
+    available.
     """
 
     machine: str
@@ -47,7 +50,7 @@ def read() -> Reading:
         machine=_machine(),
         cores=len(allowed),
         now_s=time.monotonic(),
-        own_s=time.process_time() + (_agent_s() if os.environ.get("LOCAL_RANK", "0") == "0" else 0.0),
+        own_s=time.process_time() + _children_s() + (_agent_s() if os.environ.get("LOCAL_RANK", "0") == "0" else 0.0),
         busy_s=sum(t.user + t.system + getattr(t, "nice", 0.0) for t in times),
         steal_s=sum(getattr(t, "steal", 0.0) for t in times),
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
@@ -89,6 +92,16 @@ def _machine() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()
+
+
+def _children_s() -> float:
+    """CPU seconds of this process's children, those that have ended included."""
+    ended, found = os.times(), 0.0
+    for child in psutil.Process().children(recursive=True) if has_own_proc() else ():
+        with contextlib.suppress(psutil.Error):
+            times = child.cpu_times()
+            found += times.user + times.system
+    return ended.children_user + ended.children_system + found
 
 
 def _agent_s() -> float:

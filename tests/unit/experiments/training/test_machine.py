@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -50,3 +52,16 @@ def test_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second.cores >= 1
     assert second.free > 0
     assert machine.ranks_here([first, second, dataclasses.replace(first, machine="other")], 0) == 2
+
+
+def test_processes_that_load_a_ranks_data_are_its_own() -> None:
+    """Else a table would call a machine busy for the run's own work."""
+    before = machine.read()
+    loop = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", loop], stdout=subprocess.PIPE) as loader:
+        assert loader.stdout is not None
+        loader.stdout.readline()
+        running = machine.read().own_s - before.own_s
+        loader.kill()
+    assert running > 0.3
+    assert machine.read().own_s - before.own_s > 0.3  # and when it has ended
