@@ -124,8 +124,8 @@ class Launcher(ABC):
             return
         with opened(spec):
             name = "" if spec.path.name == spec.id else f"{spec.id}: "
-            say(f"{name}{self.shape()}, files in {spec.run_dir}")
             try:
+                say(f"{name}{self.shape()}, files in {spec.run_dir}")
                 self.run(spec)
             except UserError:
                 raise

@@ -159,6 +159,18 @@ def test_a_run_that_the_system_cannot_start_is_one_line(tmp_path: Path) -> None:
     assert record.read(record.place(tmp_path / "results", "stub-1")).status == "failed"
 
 
+def test_an_interrupt_of_the_first_line_leaves_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launch.base.say", interrupted)
+    launcher, said = LocalLauncher(nodes=2, ranks_per_node=1, backend="gloo"), list[str]()
+    launcher.worker, launcher.on_failure = STUB, lambda spec, reason: said.append(reason)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(make_spec(tmp_path))
+    assert said == ["interrupted by Ctrl-C"]
+
+
 def test_command(tmp_path: Path) -> None:
     launcher = LocalLauncher(nodes=4, ranks_per_node=2, name="local", max_restarts=1)
     spec = make_spec(tmp_path)
