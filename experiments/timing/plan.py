@@ -20,6 +20,8 @@ TURN_FILE = "turn"
 """In a run directory: the id of the method whose turn it is."""
 BOUND_FILE = "bound.json"
 """In a run directory: {step_ms} of the bound, where there was no method to time (experiments/timing/calibrate.py)."""
+ENDED = ("interrupted by Ctrl-C", "ended by SIG")
+"""How a reason begins where somebody has ended the world, as launch/base.py gives it."""
 SHARED = (
     *("workload", "cluster", "data", "seed", "scale", "timeline", "timing", "results_dir", "output_dir", "profile"),
     *(f"train.{key}" for key in ("batch_per_rank", "accumulate", "precision", "threads", "epochs", "max_steps")),
@@ -121,8 +123,11 @@ def check_timeline(config: dict[str, Any]) -> None:
 
 
 def write_failed(spec: RunSpec, reason: str) -> None:
-    """Records a world's failure as that of the method whose turn it was, of all where it was nobody's. Does not raise."""
-    blamed = whose_turn(spec)
+    """Records a world's failure as that of the method whose turn it was, of all where it was nobody's. Does not raise.
+
+    Of all, too, where somebody has ended the world: no other world follows.
+    """
+    blamed = None if reason.startswith(ENDED) else whose_turn(spec)
     for described in spec.config["variants"]:
         if blamed in (None, described["id"]):
             record.write_failed(spec_of(spec, described), reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from experiments.training import rank_link
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.local import LocalLauncher
+from launch.process import Stopped
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
 
@@ -136,6 +138,20 @@ def test_a_world_that_never_began_has_failed_for_all(tmp_path: Path, monkeypatch
         f"output_dir={tmp_path}/out",
     ]
     assert compare.compare(overrides, None) == 1
+    assert [r.status for r in record.read_all(tmp_path / "results")] == ["failed"] * 5
+
+
+@pytest.mark.parametrize("ended", [KeyboardInterrupt(), Stopped(signal.SIGTERM)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_world_that_somebody_ends_is_no_methods_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: BaseException
+) -> None:
+    def run(self: LocalLauncher, spec: Any) -> None:
+        (spec.path / plan.TURN_FILE).write_text(spec.config["variants"][1]["id"])
+        raise ended
+
+    monkeypatch.setattr(LocalLauncher, "run", run)
+    asked = ["timing.mode=interleaved", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/out", "tracker=none"]
+    assert compare.main(["+exp=digits", *asked]) in (130, 143)
     assert [r.status for r in record.read_all(tmp_path / "results")] == ["failed"] * 5
 
 
