@@ -109,6 +109,8 @@ class Attachment(NotCopied):
         if optimizer.pipeline is self.pipeline:  # one process may still call step()
             optimizer.pipeline = Pipeline(optimizer.comm)
             optimizer.pipeline.trace = self.pipeline.trace
+        if optimizer.attachment is self:  # no later one has taken its place
+            optimizer._in_backward = False
         _end(self.pipeline, None if optimizer._stepping else self.own)
         self._dropped.detach()
         self.own = None

@@ -199,7 +199,7 @@ class Guards(MethodState):
 
     def _bind_again(self, refusal: str) -> None:
         """Lays units out again. Raises RuntimeError where other ranks would have to do so too."""
-        if self.comm.world_size > 1 or self.attachment is not None:
+        if self.comm.world_size > 1 or (self.attachment is not None and not self.attachment.closed):
             raise RuntimeError(refusal)
         self.bind(self.comm, self.pipeline, self._unit_mb)
 

@@ -46,6 +46,28 @@ def test_one_rank_trains_on_after_close() -> None:
     assert run_ranks(closed_alone, 1) == [[True, True, True]]
 
 
+def left_alone(rank: int, world: int) -> None:
+    """After `close` one rank's optimizer is as one that was never attached: scaled, clipped, given another layer."""
+    model = toy.make()
+    model.scale.requires_grad_(False)
+    ddp, optimizer = DistributedDataParallel(model), birder.Birder(model.parameters(), lr=0.01)
+    attachment = attach(ddp, optimizer)
+    toy.train(ddp, optimizer, rank, range(1, 3))
+    attachment.close()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(toy.loss(model, rank, 3)).backward()
+    scaler.step(optimizer)
+    optimizer.max_grad_norm = 1.0
+    model.scale.requires_grad_(True)
+    toy.train(model, optimizer, rank, range(4, 6))
+    assert optimizer.steps == 5
+    assert optimizer.holds(model.scale)
+
+
+def test_close_leaves_one_rank_nothing_that_is_refused_for_backwards_messages() -> None:
+    run_ranks(left_alone, 1)
+
+
 def watched_again(rank: int, world: int, change: bool) -> tuple[list[str], torch.Tensor]:
     """Attached again within an interval, with units of another size; `change`: the caller clips after that."""
     model = toy.make()
