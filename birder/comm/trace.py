@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 _here = threading.local()
+MOST = 1 << 16
+"""Spans that are kept until the step ends: where another optimizer steps, none of this one's ever does."""
 
 
 class Span(NamedTuple):
@@ -45,7 +48,7 @@ class Trace:
     def __init__(self, on: bool = True) -> None:
         self.on = on
         self.last: list[Span] = []
-        self._now: list[Span] = []
+        self._now: deque[Span] = deque(maxlen=MOST)
 
     def add(self, kind: str, unit: int | None, begin: float, end: float) -> None:
         """Called from any thread."""
@@ -74,7 +77,8 @@ class Trace:
 
     def end_step(self) -> None:
         """What was recorded since the last call becomes `last`."""
-        self.last, self._now = self._now, []
+        ended, self._now = self._now, deque(maxlen=MOST)
+        self.last = list(ended)
 
 
 def current() -> tuple[Trace, int | None] | None:

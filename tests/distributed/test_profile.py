@@ -63,6 +63,16 @@ def test_a_trace_that_is_off_keeps_nothing_and_one_step_is_all_that_is_kept() ->
     note_wire(0.0, 0.0)  # outside of any work: nobody's
 
 
+def test_gradients_of_steps_that_are_not_this_optimizers_do_not_pile_up() -> None:
+    """DDP averages through a closed attachment, and torch's optimizer steps."""
+    trace = Trace()
+    for at in range(100_000):
+        trace.add("wire", at, 0.0, 1.0)
+    trace.end_step()
+    assert len(trace.last) < 70_000
+    assert trace.last[-1].unit == 99_999
+
+
 def test_the_step_that_is_shown_is_the_one_nearest_to_the_median() -> None:
     ranks = [KeptSpans(4), KeptSpans(4)]
     for step, (a, b) in enumerate([(1.0, 9.0), (2.0, 1.0), (3.0, 3.1), (0.1, 0.1), (5.0, 5.0)], start=1):
