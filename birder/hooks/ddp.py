@@ -38,6 +38,7 @@ class BucketAttachment(Attachment):
 
     After its first backward pass DDP rebuilds its buckets in the next forward pass, where ranks wait for each other. Those
     that skipped `step` would wait for those that wait in it. So ranks say where they are, in both, until the first step.
+    Where DDP rebuilds nothing, ranks may have other numbers of forward passes under `no_sync`: without overlap backward asks.
     """
 
     def opening(self) -> Requests[None]:
@@ -45,8 +46,9 @@ class BucketAttachment(Attachment):
             yield from self._say_where(READY)
             self.opened = True
 
-    def before_forward(self) -> None:
-        if self._compared and not self.opened and not self.closed:  # a pass has begun, and no step has been taken
+    def before_forward(self, rebuilds: bool) -> None:
+        begun = self._compared and not self.opened and not self.closed  # a pass has begun, and no step has been taken
+        if begun and (rebuilds or self.overlap):
             run(self.optimizer.comm, self._say_where(BACKWARD))
 
     def _say_where(self, what: int) -> Requests[None]:
@@ -297,7 +299,7 @@ def before_forward(model: nn.Module, _: Any) -> None:
         return
     if (hook := _hook_of(model)) is not None:
         for attachment in hook.attachments:
-            attachment.before_forward()
+            attachment.before_forward(bool(model.static_graph) or not model.find_unused_parameters)
 
 
 def attached(model: nn.Module, optimizer: BucketOptimizer) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from birder import Birder, OneBitAdam, attach
 from birder.hooks.attachment import all_finite
@@ -63,6 +64,29 @@ def test_overflow_on_one_rank_skips_the_step_on_all(kind):
     assert b["kept"]
     assert (a["x"] == b["x"]).all()
     assert (a["x"] == c["x"]).all()
+
+
+def passes_of_each_rank(rank: int, world: int) -> float:
+    """Ranks accumulate over other numbers of passes, and the first steps are skipped on all."""
+    model = toy.make()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = Birder(model.parameters(), lr=0.01)
+    attach(ddp, optimizer, overlap=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            for _ in range(1 + rank):
+                scaler.scale(8 * toy.loss(ddp, rank, step)).backward()
+        scaler.scale(8 * toy.loss(ddp, rank, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+def test_ranks_with_other_numbers_of_passes_do_not_wait_when_the_first_step_is_skipped() -> None:
+    one, other = run_ranks(passes_of_each_rank, 2)
+    assert one == other <= 2.0**126
 
 
 def scaler_untold(rank: int, world: int) -> str:
