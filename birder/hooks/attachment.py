@@ -256,6 +256,8 @@ def agree(
     All ranks call it, before anything else that they do together: those that differ would wait for each other. Raises
     ValueError for nodes that are not known or unequal, RuntimeError when ranks differ.
     """
+    if given is not None and not isinstance(given, Topology):
+        raise TypeError(f"topology must be birder.Topology(nodes, ranks_per_node), got {given!r}")
     size = dist.get_world_size(group)
     assumed = given or Topology(1, size)
     mine = said(os.environ, dist.get_rank(), dist.get_world_size(), given is not None, hier)

@@ -173,6 +173,8 @@ def foreign(rank: int, world: int) -> list[str]:
             attach(ddp, optimizer)
         except (TypeError, ValueError) as e:
             said.append(str(e))
+    with pytest.raises(TypeError, match=r"birder\.Topology"):
+        attach(ddp, Birder(model.parameters()), topology=(1, 1))  # type: ignore[arg-type]
     return said
 
 
