@@ -67,6 +67,11 @@ def part(group: dist.ProcessGroup, ranks: Sequence[int], number: int = 0) -> dis
     return made[key]
 
 
+def ended(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group has been destroyed: its other ranks may have gone, or do something else."""
+    return group is not None and _about(group) is None
+
+
 def _about(group: dist.ProcessGroup | None) -> tuple[tuple[int, ...], str] | None:
     """Its ranks and back ends; None where its world has ended."""
     try:

@@ -18,7 +18,7 @@ from birder import kernels
 from birder.comm import AcrossHolders, Communicator, Mean, Pipeline, Requests, SingleProcess, Total, run
 from birder.comm.runtime import Task, asking
 from birder.optim.agreement import Agreement, digest_of
-from birder.optim.by_parameter import parts, put_back, shared_out, taken
+from birder.optim.by_parameter import check_whole, parts, put_back, shared_out, taken
 from birder.optim.checks import (
     check_foreign_options,
     check_gradient,
@@ -83,6 +83,7 @@ class BucketOptimizer(Guards):
                 "gradients of a step have been taken already: attach between step() and the next backward; after a "
                 "backward pass that failed load the last checkpoint"
             )
+        check_whole(self, comm)
         self.pipeline.wait()
         again, given, saved, before = self._bound, self._given(), taken(self), self.comm
         watched, changed = self.watch.look_all(self.units)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import AllGather, Communicator, GatherShards, Mean, run
+from birder.comm.groups import ended
 from birder.optim.contract import Method
 from birder.optim.layout import Unit, round_up
 
@@ -51,11 +52,28 @@ def gathered(method: Method, unit: Unit) -> Flat:
     for name, tensor in state.items():
         if name not in method.carried:
             raise ValueError(f"{type(method).__name__} cannot be laid out again: its `carried` does not name {name}")
-        if name in method.by_tensor or tensor.numel() == unit.padded or span(method, unit, tensor) is None:
+        if not _divided(method, unit, name, tensor):
             continue
         whole = AllGather if method.carried[name] == "cut" else GatherShards
         state[name] = run(method.comm, whole(tensor, counted=False)).clone()
     return state
+
+
+def _divided(method: Method, unit: Unit, name: str, tensor: Tensor) -> bool:
+    """Whether other ranks keep the rest of a state."""
+    return name not in method.by_tensor and tensor.numel() != unit.padded and span(method, unit, tensor) is not None
+
+
+def check_whole(method: Method, comm: Communicator | None) -> None:
+    """Raises RuntimeError where the state cannot be laid out for `comm`: ranks that have gone keep a part of it."""
+    size, before = 1 if comm is None else comm.world_size, method.comm
+    if not ended(before.all.group) or size == before.world_size:
+        return
+    if any(_divided(method, unit, *state) for unit in method.units for state in method.complete_state(unit).items()):
+        raise RuntimeError(
+            f"the state of {method.kind} is divided among {before.world_size} ranks whose process group was destroyed, and "
+            f"now there are {size}: before destroy_process_group() save it by birder.checkpoint, and load that"
+        )
 
 
 def own(method: Method, unit: Unit, flat: Flat) -> Flat:

@@ -15,7 +15,7 @@ import birder
 from birder import Topology, attach
 from birder.optim.by_parameter import taken
 from tests.helpers import toy
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fresh_world, run_ranks
 from tests.helpers.workload_data import same
 
 H = 4
@@ -168,3 +168,37 @@ def test_what_is_withheld_stays_where_nodes_become_workers_and_back() -> None:
             assert before.abs().max() > 0.1
             for now in after:
                 torch.testing.assert_close(now, before, rtol=0, atol=1e-6)
+
+
+def left_by_the_other(rank: int, world: int) -> list[str]:
+    """Two ranks train, their process group ends, and each trains on alone: what attach says, by method."""
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    optimizers = {}
+    for name in ("OneBitAdam", "Birder", "AdamW"):
+        model = toy.make()
+        options = {"warmup_steps": 1} if name == "OneBitAdam" else {}
+        optimizer = getattr(birder, name)(model.parameters(), lr=0.01, **options)
+        ddp = DistributedDataParallel(model)
+        attach(ddp, optimizer)
+        toy.train(ddp, optimizer, rank, range(1, 4))
+        optimizers[name] = model, optimizer
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    said = []
+    for model, optimizer in optimizers.values():
+        ddp = DistributedDataParallel(model)
+        try:
+            attach(ddp, optimizer)
+            toy.train(ddp, optimizer, rank, range(4, 6))
+        except RuntimeError as error:
+            said.append(str(error))
+    dist.destroy_process_group()
+    return said
+
+
+def test_a_rank_does_not_wait_for_the_state_of_one_that_has_left() -> None:
+    for said in fresh_world(left_by_the_other, 2, grouped=False):
+        assert len(said) == 1
+        assert "OneBitAdam is divided among 2 ranks" in said[0]
+        assert "birder.checkpoint" in said[0]
