@@ -35,7 +35,7 @@ from birder.hooks.attachment import NotCopied, done, odd_ranks, on_thread
 from birder.hooks.bucket_hook import block_scaled_hook as block_scaled_hook
 from birder.optim.agreement import digest_of
 from birder.optim.block_codes import LARGEST, decode, encode
-from birder.optim.checks import require, require_choice
+from birder.optim.checks import check_gradient, require, require_choice
 
 
 class BlockScaled(NotCopied):
@@ -51,7 +51,7 @@ class BlockScaled(NotCopied):
     counter: payload bytes and collectives of this rank.
 
     An element that is not finite makes its block so on all ranks, as in an all-reduce, and no error is kept of it.
-    Raises ValueError for arguments out of range.
+    Raises ValueError for arguments out of range, RuntimeError in backward for sparse gradients.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class BlockScaled(NotCopied):
         buffer, params = bucket.buffer(), bucket.parameters()
         if self.link.size == 1:
             return done(buffer)
+        check_gradient(buffer)
         if self._own is None:
             self._open(buffer.device)
 
@@ -147,12 +148,14 @@ class BlockScaled(NotCopied):
         if self.error_feedback:
             # Where no rank has a gradient DDP drops the mean, and the error would be lost with it.
             known = {p: self._errors[p] for p in params if p.grad is not None and p in self._errors}
-            a = a + torch.cat([known.get(p, p.new_zeros(p.numel(), dtype=torch.float32)) for p in params])  # (1)
+            sizes = [p.numel() * (2 if p.is_complex() else 1) for p in params]  # in a bucket all numbers are real
+            zeros = a.new_zeros(max(sizes))
+            a = a + torch.cat([known.get(p, zeros[:k]) for p, k in zip(params, sizes, strict=True)])  # (1)
         rows = torch.nn.functional.pad(a, (0, -size % (n * self.block))).view(n, -1)
         message = encode(rows, self.code, self.block)  # (2)
         if self.error_feedback:
             e = a - decode(message, self.code, self.block).view(-1)[:size]  # (3)
-            parts = torch.where(e.isfinite(), e, 0.0).split([p.numel() for p in params])
+            parts = torch.where(e.isfinite(), e, 0.0).split(sizes)
             self._errors.update({p: e for p, e in zip(params, parts, strict=True) if p.grad is not None})
         received = decode(finish(self.link.all_to_all(message)), self.code, self.block)  # (4)
         h = self.link.sum_of_rows(received)

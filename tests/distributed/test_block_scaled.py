@@ -181,6 +181,28 @@ def test_ranks_with_other_codes_are_refused_in_the_first_backward_pass(other: di
         assert "ranks [1] differ from rank 0 in code, block or error_feedback" in said
 
 
+def of_other_kinds(rank: int, world: int) -> tuple[str, float]:
+    """What backward says of sparse gradients; how far off complex ones are, of 1."""
+    found: list[DistributedDataParallel] = []
+    for part in (torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 4, dtype=torch.complex64)):
+        found.append(ddp := DistributedDataParallel(part))
+        ddp.register_comm_hook(BlockScaled("fp8", block=BLOCK, error_feedback=True), block_scaled_hook)
+    with pytest.raises(RuntimeError) as caught:
+        found[0](torch.arange(3)).sum().backward()
+    weight = found[1].module.weight
+    for _ in range(2):
+        weight.grad = None
+        torch.view_as_real(found[1](torch.ones(4, dtype=torch.complex64))).sum().backward()
+    return str(caught.value), float((weight.grad - (1 + 1j)).abs().max())
+
+
+def test_sparse_gradients_are_refused_and_complex_ones_averaged() -> None:
+    for said, off in run_ranks(of_other_kinds, 2):
+        assert "sparse=False" in said
+        assert "\n" not in said
+        assert off < 0.1
+
+
 def failing(rank: int, world: int) -> str:
     ddp = DistributedDataParallel(Linear())
     ddp.register_comm_hook(state := BlockScaled(block=BLOCK), block_scaled_hook)
