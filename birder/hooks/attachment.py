@@ -317,6 +317,11 @@ def check_reducer(model: DistributedDataParallel) -> None:
             "torchft's DistributedDataParallel averages gradients in its own hook, through groups that change while it "
             "trains: use torch's DistributedDataParallel, and go on from checkpoints after a failure"
         )
+    if getattr(model, "mixed_precision", None) is not None:
+        raise RuntimeError(
+            "DistributedDataParallel(mixed_precision=...) averages gradients in its own hook: leave it out, and use "
+            "torch.autocast"
+        )
     if any(not isinstance(state, Detached) for _, state in getattr(model, "_comm_hooks", [])):
         raise RuntimeError(
             "another communication hook is registered with this model: build a new DistributedDataParallel and attach to that"

@@ -175,6 +175,9 @@ def foreign(rank: int, world: int) -> list[str]:
             said.append(str(e))
     with pytest.raises(TypeError, match=r"birder\.Topology"):
         attach(ddp, Birder(model.parameters()), topology=(1, 1))  # type: ignore[arg-type]
+    ddp.mixed_precision = object()  # what it makes of this needs a GPU
+    with pytest.raises(RuntimeError, match=r"torch\.autocast"):
+        attach(ddp, Birder(model.parameters()))
     return said
 
 
