@@ -135,13 +135,15 @@ class BucketHook(NotCopied):
         """A backward pass brings its first gradients."""
         model: Any = self._model()
         joined = getattr(getattr(model, "_join_config", None), "enable", False)
-        for attachment in attached:
-            if joined and (attachment.optimizer.compressed or not model._divide_by_initial_world_size):
+        for attachment in attached or self.attachments[:1]:  # a closed one's link averages everything
+            messages = attachment.optimizer.compressed and not attachment.closed
+            if joined and (messages or not model._divide_by_initial_world_size):
                 raise RuntimeError(
                     f"{attachment.optimizer.kind} does not work inside torch's Join: a rank without batches sends no "
                     "messages, and means are over all ranks (dense methods: divide_by_initial_world_size=True). Give all "
                     "ranks the same number of batches (DistributedSampler, drop_last=True)"
                 )
+        for attachment in attached:
             attachment.begin_pass()
 
     def _average(self, bucket: dist.GradBucket, sent: Sent) -> Future[Any]:

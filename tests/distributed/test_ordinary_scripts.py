@@ -232,7 +232,15 @@ def joined(rank: int) -> dict[str, str]:
                 train(d, o, rank, 3 + rank)
 
         found[name] = said(script)
-    return found
+    model = Trunk()
+    ddp = DistributedDataParallel(model)
+    attach(ddp, METHODS["Birder"](model.parameters())).close()
+
+    def closed() -> None:
+        with Join([ddp], divide_by_initial_world_size=False):
+            train(ddp, torch.optim.SGD(model.parameters(), lr=0.01), rank, 3 + rank)
+
+    return found | {"closed": said(closed)}
 
 
 def one_rank_is_behind(rank: int) -> str:
