@@ -89,8 +89,8 @@ class BirderTrainerMixin(_Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; `learning_rate` is the optimizer's where `optimizer_cls_and_kwargs` has no `lr`."""
         given = getattr(self, "optimizer_cls_and_kwargs", None)
-        if given is None or not issubclass(given[0], BucketOptimizer):
-            return super().create_optimizer(*args, **kwargs)
+        if given is None or not (isinstance(given[0], type) and issubclass(given[0], BucketOptimizer)):
+            return super().create_optimizer(*args, **kwargs)  # it may be a function, too
         (kind, options), rate = given, self.args.learning_rate
         if options.get("lr", rate) != rate != type(self.args).__dataclass_fields__["learning_rate"].default:
             warnings.warn(

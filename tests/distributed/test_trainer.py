@@ -68,6 +68,8 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
     rated = hf.trainer(folder / "rated", 1, method=(birder.Birder, {}), learning_rate=3e-4, save_strategy="no")
     rated.train()
     found["rate"] = unwrap_optimizer(rated.optimizer).param_groups[0]["initial_lr"]
+    factory = hf.trainer(folder / "made", 1, method=(lambda: of_model, {"lr": 0.25}))
+    found["made"] = factory.create_optimizer().param_groups[0]["lr"]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         hf.trainer(folder / "both", 1, method=(birder.Birder, {"lr": 1e-3}), learning_rate=3e-4).create_optimizer()
@@ -108,6 +110,10 @@ def two_stages(hf: Any, folder: Path) -> tuple[np.ndarray, np.ndarray]:
     second.add_callback(Look())
     second.train()
     return own, begun[0]
+
+
+def of_model(model: torch.nn.Module, lr: float) -> birder.Birder:
+    return birder.Birder(model.parameters(), lr=lr)
 
 
 def OutOfMemory(rank: int, steps: tuple[int, ...]) -> Any:
@@ -171,6 +177,11 @@ def test_the_trainers_learning_rate_is_the_optimizers(trained: Found) -> None:
 
 
 @pytest.mark.slow
+def test_the_trainer_takes_what_makes_an_optimizer_of_a_model(trained: Found) -> None:
+    """As the Trainer itself does; it was a TypeError of issubclass."""
+    assert all(mine["made"] == 0.25 for mine in trained)
+
+
 def test_a_second_trainer_begins_with_the_mean_of_models_that_differ(trained: Found) -> None:
     (mine, first), (theirs, second) = (found["stages"] for found in trained)
     assert not np.array_equal(mine, theirs)
