@@ -90,6 +90,7 @@ def refuse_clipping(accelerator: Accelerator) -> None:
             return by_norm(several, max_norm, norm_type)
         if max_norm != math.inf:
             raise RuntimeError(every_rank.no_clipping(method, max_norm))
+        accelerator.unscale_gradients()  # as its own: with fp16 the norm would be that of scaled gradients
         return torch.nn.utils.get_total_norm([p.grad for p in several if p.grad is not None], norm_type)
 
     def clip_grad_value_(parameters: Iterable[Tensor] | Tensor, clip_value: float) -> Any:

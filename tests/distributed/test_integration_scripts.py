@@ -6,6 +6,7 @@ import copy
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,3 +202,18 @@ def test_one_rank_refuses_a_checkpoint_of_several() -> None:
     optimizer = birder.Birder(toy.make().parameters())
     with pytest.raises(ValueError, match="several ranks saved this checkpoint"):
         optimizer.load_state_dict({"every_rank": "birder", "state": {}, "param_groups": []})
+
+
+def test_the_norm_of_gradients_in_fp16_is_without_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the optimizer clips, accelerator.clip_grad_norm_ and the Trainer's log gave 65536 times the norm."""
+    integration = pytest.importorskip("birder.integrations.accelerate")
+    p = torch.nn.Parameter(torch.ones(4))
+    p.grad = torch.full((4,), 65536.0)
+    optimizer = birder.Birder([p], max_grad_norm=1.0)
+    optimizer.bind()
+    here = SimpleNamespace(optimizer=optimizer, overlap=False)
+    monkeypatch.setattr(integration, "open_attachments", lambda: [here])
+    accelerator = SimpleNamespace(clip_grad_norm_=None, clip_grad_value_=None)
+    accelerator.unscale_gradients = lambda: p.grad.div_(65536.0)  # what it does with a GradScaler, on a GPU alone
+    integration.refuse_clipping(accelerator)
+    assert accelerator.clip_grad_norm_([p], float("inf")) == 2.0
