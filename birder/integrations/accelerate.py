@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -108,19 +109,34 @@ def keep_every_rank(
 ) -> None:
     """Puts a note in the place of the state that the accelerator saves for one rank, and every rank's state next to it.
 
-    In the place of an earlier optimizer, too, that `accelerator.free_memory` has thrown away.
+    In the place of an earlier optimizer, too, that `accelerator.free_memory` has thrown away: its hooks do nothing then,
+    and hold no memory.
     """
     number = accelerator._optimizers.index(optimizer)
     kept = EveryRank(method, every_rank.FOLDER + (f"_{number}" if number else ""), any_world)
     optimizer.every_rank = kept
     optimizer.state_dict = kept.note
     optimizer.load_state_dict = kept.load
+    wrapper = weakref.ref(optimizer)
+
+    def present() -> EveryRank | None:
+        there = wrapper()
+        return there.every_rank if there is not None and there in accelerator._optimizers else None
+
+    def save(models: Any, weights: list[dict[str, Tensor]], folder: str) -> None:
+        if (one := present()) is not None:
+            one.save(folder, weights)
+
+    def look_in(models: Any, folder: str) -> None:
+        if (one := present()) is not None:
+            one.look_in(folder)
+
     hooks = vars(accelerator).setdefault("_birder_hooks", {})
     for earlier in hooks.pop(kept.name, ()):
         earlier.remove()
     hooks[kept.name] = (
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: kept.save(folder, weights)),
-        accelerator.register_load_state_pre_hook(lambda models, folder: kept.look_in(folder)),
+        accelerator.register_save_state_pre_hook(save),
+        accelerator.register_load_state_pre_hook(look_in),
     )
     save_last(accelerator)
 

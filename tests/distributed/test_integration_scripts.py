@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,3 +219,27 @@ def test_the_norm_of_gradients_in_fp16_is_without_the_scale(monkeypatch: pytest.
     accelerator.unscale_gradients = lambda: p.grad.div_(65536.0)  # what it does with a GradScaler, on a GPU alone
     integration.refuse_clipping(accelerator)
     assert accelerator.clip_grad_norm_([p], float("inf")) == 2.0
+
+
+def test_freed_memory_is_that_of_an_optimizer_with_every_ranks_state_too(tmp_path: Path) -> None:
+    """accelerator.free_memory left its state and parameters there, and later calls of save_state wrote that as well."""
+    accelerate = pytest.importorskip("accelerate")
+    from birder.integrations.accelerate import attach
+
+    accelerator = accelerate.Accelerator(cpu=True)
+
+    def prepared() -> tuple[Any, weakref.ref[Any]]:
+        net = toy.make()
+        optimizer = birder.Birder(net.parameters())
+        attach(accelerator, *accelerator.prepare(net, optimizer), any_world=True)
+        return net, weakref.ref(optimizer)
+
+    net, left = prepared()
+    accelerator.save_state(str(tmp_path / "first"))
+    assert (tmp_path / "first/birder").is_dir()
+    accelerator.free_memory()
+    accelerator.prepare(net, torch.optim.SGD(net.parameters()))
+    gc.collect()
+    accelerator.save_state(str(tmp_path / "second"))
+    assert left() is None
+    assert not (tmp_path / "second/birder").exists()
