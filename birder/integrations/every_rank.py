@@ -60,10 +60,12 @@ def make_equal(parameters: Iterable[Tensor]) -> None:
     said: list[bool] = [False] * world
     dist.all_gather_object(said, bool(left))
     if any(said):
+        kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config()).split(",")]
         with torch.no_grad():
             for p in mine:
-                dist.all_reduce(p)
-                p.div_(world)
+                x = p.to(p.device if p.device.type in kinds else kinds[0])  # Lightning's fit leaves a GPU's on the CPU
+                dist.all_reduce(x)
+                p.copy_(x.div_(world))
 
 
 def rank_state(optimizer: BucketOptimizer) -> dict[str, Any]:

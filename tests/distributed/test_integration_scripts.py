@@ -243,3 +243,24 @@ def test_freed_memory_is_that_of_an_optimizer_with_every_ranks_state_too(tmp_pat
     accelerator.save_state(str(tmp_path / "second"))
     assert left() is None
     assert not (tmp_path / "second/birder").exists()
+
+
+def test_models_are_made_equal_where_ranks_can_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's fit leaves a GPU's model on the CPU, for which NCCL has nothing: the validate after it failed."""
+
+    class Sent(Exception):
+        pass
+
+    def all_gather_object(said: list[bool], mine: bool) -> None:
+        said[:] = [True, True]
+
+    def all_reduce(x: torch.Tensor) -> None:
+        raise Sent(x.device.type)
+
+    monkeypatch.setattr(every_rank.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(every_rank.dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(every_rank.dist, "all_reduce", all_reduce)
+    for backends, where in (("cpu:gloo,cuda:nccl", "cpu"), ("meta:nccl", "meta")):
+        monkeypatch.setattr(every_rank.dist, "get_backend_config", lambda b=backends: b)
+        with pytest.raises(Sent, match=where):
+            every_rank.make_equal([torch.nn.Parameter(torch.ones(1))])
