@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 
 import birder
@@ -146,6 +147,11 @@ class BirderCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Validation has failed: a checkpoint that is saved now has this rank's own parameters again."""
         self.on_validation_end(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where Lightning has started the ranks (ddp_notebook), the script gets rank 0's model: make it the mean."""
+        if trainer.world_size > 1 and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+            every_rank.make_equal(pl_module.parameters())
 
     @staticmethod
     def _method(trainer: Trainer) -> BucketOptimizer | None:

@@ -69,6 +69,7 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
             x, y = lightning.circle(1).tensors
             found[f"{name} loss of the saved"] = float(torch.nn.functional.cross_entropy(mean.net(x), y))
         if name == "CSER":
+            found["brought back"] = brought_back(lightning)
             found["next fold"] = next_fold(lightning, trainer, folder / "CSER a/last.ckpt")
             found["second fit"] = second_fit(lightning)
     if resume:
@@ -154,6 +155,25 @@ def second_fit(lightning: ModuleType) -> tuple[np.ndarray, np.ndarray]:
     return own, module.first
 
 
+def brought_back(lightning: ModuleType) -> tuple[np.ndarray, np.ndarray]:
+    """A module with local steps at the end of its training, and when Lightning brings it from its processes to the script."""
+    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+
+    class Module(Tested(lightning)):  # type: ignore[misc]
+        def on_train_end(self) -> None:
+            self.own = toy.flat(self).numpy()
+            self.trainer.strategy._launcher = _MultiProcessingLauncher(self.trainer.strategy)
+
+    os.environ.update(LOCAL_RANK=str(torch.distributed.get_rank()), WORLD_SIZE="2")
+    module, quiet = Module(*METHODS["CSER"]), {"logger": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", strategy="ddp", devices=2, callbacks=[lightning.BirderCallback()], max_steps=4, **quiet
+    )
+    trainer.fit(module, lightning.DataLoader(lightning.circle(), 16))
+    return module.own, toy.flat(module).numpy()
+
+
 def saved_during_validation(trainer: Any) -> tuple[bool, bool]:
     """Whether the checkpoint of a callback's on_validation_epoch_end is that of on_train_epoch_end: states, weights."""
     module = trainer.lightning_module
@@ -223,6 +243,13 @@ def test_lightning_saves_and_evaluates_the_mean_of_models_that_differ(lit: Found
 
 
 @pytest.mark.slow
+def test_the_model_that_lightning_brings_back_is_the_mean(lit: Found) -> None:
+    """From processes that it has started itself (ddp_notebook): the script had rank 0's own, which it then evaluated."""
+    (own, brought), (others, _) = (mine["brought back"] for mine in lit)
+    assert not np.array_equal(own, others)
+    assert np.array_equal(brought, (own + others) / 2)
+
+
 def test_lightning_finds_a_learning_rate(lit: Found) -> None:
     """Its finder trains before other callbacks begin, and loads the state again without them."""
     for mine in lit:
