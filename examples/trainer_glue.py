@@ -125,6 +125,13 @@ def checksum(model: nn.Module) -> str:
     return total.hexdigest()[:16]
 
 
+def above_zero(text: str) -> int:
+    """A number of steps or rows. The Trainer takes 0 steps for three epochs."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for checkpoints")
@@ -133,9 +140,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="checkpoint folder or hub name")
     parser.add_argument("--optimizer", choices=LEARNING_RATES, default="birder")
     parser.add_argument("--lr", type=float, help=f"default: {LEARNING_RATES}")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--batch", type=int, default=16, help="of each rank")
+    parser.add_argument("--steps", type=above_zero, default=200)
+    parser.add_argument("--save-every", type=above_zero, default=50)
+    parser.add_argument("--batch", type=above_zero, default=16, help="of each rank")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
@@ -144,7 +151,7 @@ def run(asked: argparse.Namespace, stop: int | None = None) -> dict[str, Any]:
     """Trains to the end, or to step `stop`, and evaluates: {"accuracy": in [0, 1], "parameters": checksum}."""
     train, dev = read(asked.data, asked.task, "train"), read(asked.data, asked.task, "dev")
     model, tokenizer = load(asked.model, [text for column in train[0] for text in column], asked.seed)
-    lr = asked.lr or LEARNING_RATES[asked.optimizer]
+    lr = LEARNING_RATES[asked.optimizer] if asked.lr is None else asked.lr
     birder = asked.optimizer == "birder"
     arguments = TrainingArguments(
         str(asked.folder),

@@ -74,3 +74,14 @@ def test_files_that_are_not_glues_are_refused_in_one_line(tmp_path: Path) -> Non
     (tmp_path / "SST-2/dev.tsv").write_text("index\tsentence\n0\ta test set has no labels\n")
     with pytest.raises(SystemExit, match=r"dev.tsv is not a labelled file of SST-2: it needs the columns sentence"):
         glue.read(tmp_path, "sst2", "dev")
+
+
+@pytest.mark.parametrize("option", ["--steps", "--save-every", "--batch"])
+def test_no_steps_or_rows_are_refused_in_one_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--steps 0 trained three epochs of it, under the title of 0 steps."""
+    pytest.importorskip("accelerate")
+    glue = load("examples/trainer_glue.py")
+    for number in ("0", "-5"):
+        with pytest.raises(SystemExit):
+            glue.parse(["folder", "--data", "glue", f"{option}={number}"])
+        assert f"argument {option}: {number} is not a whole number above 0" in capsys.readouterr().err
