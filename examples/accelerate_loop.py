@@ -41,7 +41,7 @@ def train(
     options: dict[str, Any] | None = None,
     **accelerate: Any,
 ) -> tuple[nn.Module, Accelerator]:
-    """Trains up to the end of epoch number `epochs`, and resumes from `folder` if it holds a checkpoint.
+    """Trains up to the end of epoch number `epochs`, and resumes from `folder` if it holds a checkpoint; it may be empty.
 
     method, options: the optimizer and its arguments. accelerate: arguments of Accelerator.
     """
@@ -58,7 +58,7 @@ def train(
     attach(accelerator, model, optimizer)
     set_seed(0, device_specific=True)  # dropout of its own on every rank
 
-    if folder.is_dir():
+    if (folder / "model.safetensors").is_file():
         accelerator.load_state(str(folder))
     each = -(-len(batches) // ACCUMULATE)  # steps of an epoch: its last one may be of fewer batches
     for epoch in range(plain.steps // each, epochs):

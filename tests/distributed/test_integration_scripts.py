@@ -23,7 +23,7 @@ import birder
 from birder import checkpoint
 from birder.checkpoint import shards
 from birder.integrations import every_rank
-from tests.helpers import toy
+from tests.helpers import load, toy
 from tests.helpers.integrations import said
 from tests.helpers.ranks import run_ranks
 
@@ -264,3 +264,11 @@ def test_models_are_made_equal_where_ranks_can_talk(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(every_rank.dist, "get_backend_config", lambda b=backends: b)
         with pytest.raises(Sent, match=where):
             every_rank.make_equal([torch.nn.Parameter(torch.ones(1))])
+
+
+def test_the_example_for_accelerate_begins_in_a_folder_that_is_there(tmp_path: Path) -> None:
+    """Made beforehand and empty, it was taken for a checkpoint: FileNotFoundError."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    loop = load("examples/accelerate_loop.py")
+    loop.train(tmp_path, 0)
