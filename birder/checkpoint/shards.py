@@ -33,11 +33,11 @@ OWN = {"mean", "sum"}
 def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> None:
     """Writes parameters, buffers and the optimizer's state to `folder`. Every rank calls it.
 
-    Raises TypeError for an entry of a group that JSON cannot hold.
+    Raises TypeError for an entry of a group that JSON cannot hold, and RuntimeError where `optimizer.state_dict()` does so.
     """
     reshard(model)
     optimizer, names = attachment.optimizer, _names(model)
-    optimizer.pipeline.wait()
+    optimizer.state_dict()  # refuses what would be half of a step, or of other groups
     flats = [gathered(optimizer, unit) for unit in optimizer.units]
     frozen = {p: optimizer._aside[p] for p in numbering(optimizer) if p in optimizer._aside}
     aside = {names[p]: [since, {name: _kind(t) for name, t in kept.items()}] for p, (since, kept) in frozen.items()}
@@ -94,14 +94,14 @@ def load(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> N
         {k: tuple(v) if isinstance(v, list) else _like(present.get(k), v) for k, v in g.items()}
         for g, present in zip(saved["groups"], optimizer.param_groups, strict=True)
     ]
-    present = optimizer.state_dict()["param_groups"]
+    numbered = iter(range(sum(ours)))
     optimizer.load_state_dict({
         "steps": saved["steps"],
         "options": saved.get("options"),
         "signature": optimizer.comm.signature,
         "units": [own(optimizer, unit, flat) for unit, flat in zip(optimizer.units, flats, strict=True)],
         "aside": aside,
-        "param_groups": [g | {"params": n["params"]} for g, n in zip(groups, present, strict=True)],
+        "param_groups": [g | {"params": [next(numbered) for _ in range(n)]} for g, n in zip(groups, ours, strict=True)],
     })  # fmt: skip
 
 
