@@ -139,6 +139,11 @@ class BirderTrainerMixin(_Trainer):
             of_one_process = kept.any_world and (Path(checkpoint) / "optimizer.pt").is_file()
             if not (there or of_one_process):  # the Trainer would go on without a word
                 raise ValueError(f"{checkpoint} has no folder {kept.name!r} with every rank's state of the optimizer")
+            for name in ("optimizer.pt", "scheduler.pt"):
+                if not (Path(checkpoint) / name).is_file():
+                    raise ValueError(
+                        f"{checkpoint} has no {name}: without it the Trainer loads no state of the optimizer"
+                    )
             kept.look_in(checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -304,3 +304,21 @@ def test_the_example_for_accelerate_begins_in_a_folder_that_is_there(tmp_path: P
     accelerate.state.AcceleratorState._reset_state(True)
     loop = load("examples/accelerate_loop.py")
     loop.train(tmp_path, 0)
+
+
+@pytest.mark.parametrize("missing", ["optimizer.pt", "scheduler.pt"])
+def test_the_trainer_does_not_leave_out_every_ranks_state(missing: str, tmp_path: Path) -> None:
+    """Without one of its own files it loads no state, and trained on without a word."""
+    pytest.importorskip("accelerate")
+    from birder.integrations.transformers import BirderTrainer
+
+    trainer: Any = object.__new__(BirderTrainer)
+    trainer.optimizer = SimpleNamespace(
+        every_rank=SimpleNamespace(name="birder", any_world=False, look_in=lambda _: None)
+    )
+    (tmp_path / "birder").mkdir()
+    for name in {"optimizer.pt", "scheduler.pt"} - {missing}:
+        (tmp_path / name).touch()
+    trainer.is_deepspeed_enabled = trainer.is_fsdp_xla_v1_enabled = False
+    with pytest.raises(ValueError, match=f"has no {missing}"):
+        trainer._load_optimizer_and_scheduler(str(tmp_path))
