@@ -23,21 +23,20 @@ from torch.distributed.tensor import DTensor, Shard
 
 from birder.hooks.fsdp import ShardAttachment, reshard
 from birder.optim.base import BucketOptimizer
-from birder.optim.by_parameter import Flat, check_layout, gathered, layout, numbering, of_parameter, own
+from birder.optim.by_parameter import OWN, Flat, check_layout, gathered, layout, numbering, of_parameter, own
 from birder.optim.layout import local
-
-OWN = {"mean", "sum"}
-"""Of `Method.carried`: what every replica has for itself."""
 
 
 def save(folder: str | Path, model: nn.Module, attachment: ShardAttachment) -> None:
     """Writes parameters, buffers and the optimizer's state to `folder`. Every rank calls it.
 
-    Raises TypeError for an entry of a group that JSON cannot hold, and RuntimeError where `optimizer.state_dict()` does so.
+    Raises TypeError for an entry of a group that JSON cannot hold, and RuntimeError where `state_dict` does so.
     """
     reshard(model)
     optimizer, names = attachment.optimizer, _names(model)
-    optimizer.state_dict()  # refuses what would be half of a step, or of other groups
+    optimizer.refuse_half_step()
+    optimizer.follow_groups()
+    optimizer.pipeline.wait()
     flats = [gathered(optimizer, unit) for unit in optimizer.units]
     frozen = {p: optimizer._aside[p] for p in numbering(optimizer) if p in optimizer._aside}
     aside = {names[p]: [since, {name: _kind(t) for name, t in kept.items()}] for p, (since, kept) in frozen.items()}

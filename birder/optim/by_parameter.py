@@ -18,7 +18,7 @@ from birder.optim.layout import Unit, round_up
 
 Flat = dict[str, Tensor]
 """A unit's state; what has a number for every element has `padded` of them."""
-OWN = ("mean", "sum")
+OWN = frozenset({"mean", "sum"})
 """Of `Method.carried`: what every worker has for itself."""
 
 

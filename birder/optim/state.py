@@ -205,11 +205,7 @@ class MethodState(Method):
         Raises RuntimeError between backward and `step` where messages are taken during backward: half of the step is in the
         state by then. Also where parameters were taken out of groups, or put into others, and `attach` was not called again.
         """
-        if self._feeding:
-            raise RuntimeError(
-                "state_dict() between backward and step(): messages were taken during backward, so half of the step is in "
-                "the state already: call it after step(), or use attach(..., overlap=False)"
-            )
+        self.refuse_half_step()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self.follow_groups()  # units that hold more than the groups would be taken for others when they are loaded
@@ -217,6 +213,14 @@ class MethodState(Method):
         for after in self._optimizer_state_dict_post_hooks.values():
             found = replaced if (replaced := after(self, found)) is not None else found
         return found
+
+    def refuse_half_step(self) -> None:
+        """Raises RuntimeError where `state_dict` would hold half of a step."""
+        if self._feeding:
+            raise RuntimeError(
+                "state_dict() between backward and step(): messages were taken during backward, so half of the step is in "
+                "the state already: call it after step(), or use attach(..., overlap=False)"
+            )
 
     def _whole_state(self) -> dict[str, Any]:
         torchs = _Torchs(self.param_groups, self._others()).state_dict()

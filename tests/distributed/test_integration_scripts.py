@@ -308,7 +308,7 @@ def test_the_example_for_accelerate_begins_in_a_folder_that_is_there(tmp_path: P
 
 @pytest.mark.parametrize("missing", ["optimizer.pt", "scheduler.pt"])
 def test_the_trainer_does_not_leave_out_every_ranks_state(missing: str, tmp_path: Path) -> None:
-    """Without one of its own files it loads no state, and trained on without a word."""
+    """Where one of its files is missing it loads no state, and trained with a fresh one."""
     pytest.importorskip("accelerate")
     from birder.integrations.transformers import BirderTrainer
 

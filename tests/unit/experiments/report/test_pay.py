@@ -90,8 +90,8 @@ def test_at_the_points_of_the_grid_the_page_says_what_the_predictor_says() -> No
         expected.append([found.pays, pay.SHOWN.index(found.best.name)])
     script = html_page.FOLDER.joinpath("pay.js").read_text(encoding="utf-8")
     asked = f"pay = {json.dumps(content)}; const cases = {json.dumps(cases)};"
-    told = "console.log(JSON.stringify(cases.map(payLine).map(([pays, , best]) => [pays, best])));"
-    done = subprocess.run([str(NODE), "-"], input=script + asked + told, capture_output=True, text=True, check=True)
+    shown = "console.log(JSON.stringify(cases.map(payLine).map(([pays, , best]) => [pays, best])));"
+    done = subprocess.run([str(NODE), "-"], input=script + asked + shown, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == expected
     assert len({pays for pays, _ in expected}) == 2
 
