@@ -13,7 +13,7 @@ from experiments.cells import timelines
 from experiments.cells.model import ReplayModel
 from experiments.cells.nodes import maker
 from experiments.cells.timelines import bucket_delay_ms
-from experiments.workloads.base import Shard, Workload
+from experiments.workloads.base import Shard, Workload, at_least
 from launch.errors import UserError
 
 DILATION = 20.0
@@ -48,8 +48,7 @@ class Replay(Workload):
             dilation = DILATION
         if isinstance(dilation, str) or dilation <= 0:
             raise UserError(f"workload.dilation must be auto or a positive number, got {dilation}")
-        if steps < 1:
-            raise UserError(f"workload.steps must be at least 1, got {steps}")
+        at_least(1, steps=steps)
         self.timeline = timelines.load(timeline)
         self.dilation, self.communicates, self.ring, self.steps = float(dilation), communicates, ring, steps
         self.data_name = (

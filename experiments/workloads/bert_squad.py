@@ -105,10 +105,6 @@ class BertSquad(Bert):
         words = max(len(self.tokenizer), self.embedded_words or 0)
         return self.load_bert(AutoModelForQuestionAnswering, words)
 
-    @property
-    def training_samples(self) -> int:
-        return len(self._train)
-
     def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
         first, last = self._train.answers[indices].to(shard.device).unbind(1)
         return {**self.rows(self._train.inputs, indices, shard.device), "start_positions": first, "end_positions": last}

@@ -57,8 +57,7 @@ class Corpus(Transformer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seq_len < 8:
-            raise UserError(f"workload.seq_len={self.seq_len} is too short: at least 8")
+        at_least(8, seq_len=self.seq_len)
         if not 0 < self.valid_fraction < 1:
             raise UserError(f"workload.valid_fraction={self.valid_fraction} must be between 0 and 1")
         at_least(1, documents=self.documents)
@@ -121,10 +120,6 @@ class Corpus(Transformer):
     @abstractmethod
     def predictions(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Logits[M, vocab] and the tokens[M] that they are for, or IGNORED."""
-
-    @property
-    def training_samples(self) -> int:
-        return len(self._train)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(*self.predictions(model, batch), ignore_index=IGNORED)

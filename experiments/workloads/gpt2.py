@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from experiments.workloads.base import Batch, Shard
+from experiments.workloads.base import Batch, Shard, at_least
 from experiments.workloads.corpus import Corpus, token_stream
 from launch.errors import UserError
 
@@ -52,10 +52,7 @@ class GPT2(Corpus):
         positions = PRESETS[self.preset]["n_positions"]
         if self.model is None and self.seq_len > positions:
             raise UserError(f"workload.seq_len={self.seq_len}: preset {self.preset} has {positions} positions")
-        if self.vocab_size < 300:
-            raise UserError(
-                f"workload.vocab_size={self.vocab_size} is too small: at least 300, the bytes alone are 256"
-            )
+        at_least(300, vocab_size=self.vocab_size)  # the bytes alone are 256
 
     def load_tokenizer(self, texts: Iterable[str]) -> None:
         super().load_tokenizer(texts)

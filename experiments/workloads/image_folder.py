@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from experiments.workloads.base import at_least
 from experiments.workloads.files import image_folders
 from experiments.workloads.ordering import fixed_choice
 from experiments.workloads.small_images import SmallImages, Split
@@ -24,8 +25,7 @@ class ImageFolder(SmallImages):
     image_size: int = 32
 
     def __post_init__(self) -> None:
-        if self.image_size < 8:
-            raise UserError(f"workload.image_size={self.image_size} is too small: at least 8")
+        at_least(8, image_size=self.image_size)
         self.shape = (3, self.image_size, self.image_size)
         self.title = f"image folder {Path(self.data_path).name}" if self.data_path else "image folder"
         self.allow_synthetic = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from abc import abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +33,17 @@ def as_global(stream: torch.Generator) -> Iterator[None]:
 
 
 class Shuffled(Workload):
-    """A workload whose training samples are numbered, and shuffled in every epoch."""
+    """A workload whose training samples are numbered, and shuffled in every epoch.
+
+    _train: the samples, which `prepare` sets.
+    """
+
+    _train: Any
 
     @property
-    @abstractmethod
     def training_samples(self) -> int:
         """How many there are, once `prepare` has been called."""
+        return len(self._train)
 
     def batch(self, indices: Tensor, shard: Shard, key: tuple[int, int, int, int]) -> Batch:
         """The training samples of these numbers. key: (seed, epoch, rank, step), of what is drawn at random for them.

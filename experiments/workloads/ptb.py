@@ -67,8 +67,7 @@ class PennTreebank(Workload):
         one_of(PRESETS, preset=self.preset)
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise UserError(f"workload.dropout={self.dropout} must be in [0, 1)")
-        if self.bptt < 1 or self.eval_columns < 1:
-            raise UserError("workload.bptt and workload.eval_columns must be 1 or more")
+        at_least(1, bptt=self.bptt, eval_columns=self.eval_columns)
         at_least(0, held_out=self.held_out)
         self.hidden_size, usual = PRESETS[self.preset]
         self.dropout = usual if self.dropout is None else self.dropout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from experiments.workloads.resnet50 import ResNet50
 
 
@@ -11,8 +9,4 @@ class ResNet18(ResNet50):
     """torchvision's ResNet-18 (11,689,512 parameters with 1000 classes); data and arguments are those of `ResNet50`."""
 
     name = "resnet18"
-
-    def build_model(self) -> nn.Module:
-        from torchvision.models import resnet18
-
-        return resnet18(weights=None, num_classes=self.num_classes)
+    network = "resnet18"

@@ -37,6 +37,7 @@ class ResNet50(Shuffled):
     """
 
     name = "resnet50"
+    network = "resnet50"  # as torchvision calls it
     metric = "top1"
     target = None  # the paper gives no accuracy that could be found
     sample = "images"
@@ -50,8 +51,8 @@ class ResNet50(Shuffled):
     allow_synthetic: bool = True
 
     def __post_init__(self) -> None:
-        if (size := self.image_size) < 32:
-            raise UserError(f"workload.image_size={size} is too small: at least 32, the paper uses 224")
+        size = self.image_size
+        at_least(32, image_size=size)
         at_least(0, workers=self.workers, held_out=self.held_out)
         at_least(1, eval_batch=self.eval_batch, synthetic_images=self.synthetic_images)
         self.synthetic = self.data_path is None
@@ -77,9 +78,9 @@ class ResNet50(Shuffled):
         self.held_out_set = (self._train, held) if held else None
 
     def build_model(self) -> nn.Module:
-        from torchvision.models import resnet50
+        from torchvision.models import get_model
 
-        return resnet50(weights=None, num_classes=self.num_classes)
+        return get_model(self.network, weights=None, num_classes=self.num_classes)
 
     @property
     def training_samples(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.workloads.files import from_hub
+from experiments.workloads.files import existing_dir, from_hub
 from experiments.workloads.ordering import generator
 from launch.errors import UserError
 
@@ -33,9 +33,7 @@ def find_file(folder: str | None, given: str | None, split: str) -> Path:
 
     Raises UserError when it is missing, ambiguous, or plainly not JSON.
     """
-    root = Path(folder).expanduser() if folder else Path()
-    if folder and not root.is_dir():
-        raise UserError(f"data.path: no folder {root}: expected train-v1.1.json and dev-v1.1.json in it")
+    root = existing_dir(folder, "expected train-v1.1.json and dev-v1.1.json in it") if folder else Path()
     if given:
         file = root / Path(given).expanduser()
         if not file.is_file():
