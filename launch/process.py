@@ -158,11 +158,17 @@ def of_proc(pid: int, name: str) -> bytes:
         return b""
 
 
+def boot_id() -> str:
+    """Names this machine and its boot."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
+
+
 def pid_space() -> str:
     """Names the space in which this process's ids mean something: the machine, its boot, its PID namespace."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return platform.node()
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from launch.process import has_own_proc
+from launch.process import boot_id, has_own_proc
 
 DRIFT = 0.05
 """A bound that has changed by more than this share since the dilation was measured: the rounds are repeated, once."""
@@ -47,7 +45,7 @@ def read() -> Reading:
     every = psutil.cpu_times(percpu=True)
     times = [every[cpu] for cpu in allowed if cpu < len(every)]
     return Reading(
-        machine=_machine(),
+        machine=boot_id(),
         cores=len(allowed),
         now_s=time.monotonic(),
         own_s=time.process_time() + _children_s() + (_agent_s() if os.environ.get("LOCAL_RANK", "0") == "0" else 0.0),
@@ -86,12 +84,6 @@ def busy(before: Sequence[Reading], after: Sequence[Reading]) -> dict[str, Any]:
 def is_busy(found: dict[str, Any] | None) -> bool:
     """Whether what `busy` returned is worth saying."""
     return found is not None and found["others"] + found["steal"] > BUSY
-
-
-def _machine() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return platform.node()
 
 
 def _children_s() -> float:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
-import io
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -36,16 +35,14 @@ class CurveFile:
         self.path = path
         self.kept = _kept(path, start) if start > 0 else []
         self.seconds = float(self.kept[-1][1]) if self.kept else 0.0
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([COLUMNS, *self.kept])
-        write_file(path, text.getvalue().encode(), "curve")
+        write_file(path, "".join(map(_line, [COLUMNS, *self.kept])).encode(), "curve")
         self._file: TextIO = path.open("a", newline="", encoding="utf-8")
 
     def add(self, step: int, seconds: float, loss: float | None, metric: float | None) -> None:
         """Appends one row; None leaves a column empty. Raises UserError when the disk is full."""
         cells = [str(step), f"{seconds:.3f}", *["" if v is None else f"{v:.6g}" for v in (loss, metric)]]
         try:
-            self._file.write(",".join(cells) + "\n")
+            self._file.write(_line(cells))
             self._file.flush()
         except OSError as error:
             raise UserError(f"could not write the curve {self.path}: {error.strerror}; free space") from error
@@ -53,6 +50,10 @@ class CurveFile:
     def close(self) -> None:
         """Closes the file. Rows are on disk already."""
         self._file.close()
+
+
+def _line(cells: Sequence[str]) -> str:
+    return ",".join(cells) + "\n"
 
 
 def _kept(path: Path, start: int) -> list[list[str]]:
