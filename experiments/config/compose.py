@@ -83,7 +83,7 @@ def compose(overrides: Sequence[str]) -> Composed:
         made = _from_hydra(overrides, CONF)
     except CONFIG_ERRORS as error:
         raise explain(error, overrides) from error
-    validate.check_structure(_dicts(made.config))
+    validate.check(_dicts(made.config), structure_only=True)
     return made
 
 
@@ -181,7 +181,7 @@ def _resolve(composed: Composed) -> dict[str, Any]:
     config, get = composed.config, functools.partial(_value, composed.config)
     try:
         raw = _dicts(config)
-        validate.check_structure(raw)
+        validate.check(raw, structure_only=True)
         validate.check_some(validate.PLACES, get, raw)
         _count_hosts(composed)
         validate.check_some(validate.FIRST, get, raw)

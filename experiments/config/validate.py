@@ -37,20 +37,12 @@ GROUPS = ("workload", "optimizer", "cluster", "scale", "wandb")
 """Sections that a file is chosen for."""
 OF_CLASSES = ("workload", "optimizer", "cluster")
 """Sections that name a class."""
+_ABSENT = object()
 SECTIONS: dict[str, tuple[dict[str, type[Any]], type[Section]]] = {
     "optimizer": (OPTIMIZERS, Optimizer),
     "cluster": (CLUSTERS, Cluster),
 }
 """Sections whose keys depend on their class: the schemas by class, and what all of them have."""
-
-
-def check_structure(raw: dict[str, Any]) -> None:
-    """Raises UserError for an unknown or a missing key, and for a value in the place of a section.
-
-    raw: a configuration whose references (${...}) are not resolved.
-    """
-    for prefix, model, values in _parts(raw):
-        check_section(model, values, prefix, keys_of(raw), structure_only=True)
 
 
 def check_some(keys: Sequence[str], get: Callable[[str], Any], raw: dict[str, Any]) -> None:
@@ -60,7 +52,7 @@ def check_some(keys: Sequence[str], get: Callable[[str], Any], raw: dict[str, An
     """
     every = {key: field for prefix, model, _ in _parts(raw) for key, field in fields(model, prefix)}
     for key in keys:
-        if (field := every.get(key)) is not None and not _missing(raw, key):
+        if (field := every.get(key)) is not None and value_at(raw, key, _ABSENT) is not _ABSENT:
             value, kind = get(key), cast(Any, typing.Annotated[field.annotation, field])  # type: ignore[valid-type]
             try:
                 TypeAdapter(kind).validate_python(value)
@@ -68,10 +60,14 @@ def check_some(keys: Sequence[str], get: Callable[[str], Any], raw: dict[str, An
                 raise _wrong(key, field, error.errors(include_url=False), value) from error
 
 
-def check(config: dict[str, Any]) -> None:
-    """Raises UserError for the first mistake in a resolved configuration."""
+def check(config: dict[str, Any], *, structure_only: bool = False) -> None:
+    """Raises UserError for the first mistake in a configuration.
+
+    structure_only: an unknown or a missing key, or a value in the place of a section: references (${...}) need not be
+    resolved.
+    """
     for prefix, model, values in _parts(config):
-        check_section(model, values, prefix, keys_of(config))
+        check_section(model, values, prefix, keys_of(config), structure_only)
 
 
 def check_section(
@@ -79,7 +75,7 @@ def check_section(
 ) -> None:
     """Raises UserError for the first mistake in `values`, which stand under the key `prefix`.
 
-    known: the keys there are, for suggestions; empty: those of the schema. structure_only: as `check_structure`.
+    known: the keys there are, for suggestions; empty: those of the schema. structure_only: as in `check`.
     """
     try:
         model.model_validate(values)
@@ -263,13 +259,12 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield from fields(section, key)
 
 
-def _missing(raw: dict[str, Any], key: str) -> bool:
-    value: Any = raw
+def value_at(config: dict[str, Any], key: str, otherwise: Any = None) -> Any:
+    """The value of a dotted key of a configuration; `otherwise` where there is none."""
+    value: Any = config
     for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return True
-        value = value[part]
-    return False
+        value = value.get(part, otherwise) if isinstance(value, dict) else otherwise
+    return value
 
 
 def _join(*parts: Any) -> str:

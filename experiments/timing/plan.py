@@ -10,6 +10,7 @@ from typing import Any
 from experiments.cells import timelines
 from experiments.config import compose
 from experiments.config.compose import Composed
+from experiments.config.validate import value_at
 from experiments.records import labels, record
 from launch.base import Launcher
 from launch.errors import UserError
@@ -56,7 +57,7 @@ def _not_together(resolved: Sequence[dict[str, Any]]) -> str | None:
         return "virtual workers have no times"
     for other in resolved[1:]:
         for key in SHARED:
-            if _value(other, key) != _value(first, key):
+            if value_at(other, key) != value_at(first, key):
                 return f"methods differ in {key}"
     if first["checkpoint"]["every"] or first["resume"] == "auto":
         return "interleaved timing saves no checkpoints"
@@ -150,10 +151,3 @@ def failures(spec: RunSpec) -> list[str]:
         if path.exists() and (made := record.read(path)).status != "completed":
             found.append(f"{made.method}: {made.reason}")
     return found
-
-
-def _value(config: dict[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
