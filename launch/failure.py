@@ -279,8 +279,8 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _tail(path: Path, lines: int = 20) -> str:
-    return "\n".join(_of_this_start(path).splitlines()[-lines:])
+def _tail(path: Path) -> str:
+    return "\n".join(_of_this_start(path).splitlines()[-20:])
 
 
 def _of_this_start(log: Path) -> str:

@@ -69,7 +69,7 @@ def attached(command: Sequence[str], **options: Any) -> subprocess.Popen:
 
 
 def wait_for_first_failure(
-    processes: Sequence[subprocess.Popen], poll_s: float = 0.1, each_poll: Callable[[], None] = lambda: None
+    processes: Sequence[subprocess.Popen], each_poll: Callable[[], None] = lambda: None
 ) -> int | None:
     """Waits until all have ended well (None) or one has not: its index. Says nothing about the others then."""
     while True:
@@ -80,7 +80,7 @@ def wait_for_first_failure(
                 return index
         if all(code == 0 for code in codes):
             return None
-        time.sleep(poll_s)
+        time.sleep(0.1)
 
 
 def end(processes: Sequence[subprocess.Popen], others: Callable[[], list[int]], grace_s: float = 5.0) -> None:

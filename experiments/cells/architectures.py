@@ -59,10 +59,6 @@ class Asked:
     fused_loss: bool = False
 
 
-FAILURES = Exception
-"""What a user's own function or an odd configuration may raise: anything."""
-
-
 def work(q: Asked, configuration: Any = None) -> Any:
     """`birder.predict.architecture.Work` of a step. configuration: of transformers, instead of a name. Raises UserError."""
     import torch
@@ -82,7 +78,7 @@ def work(q: Asked, configuration: Any = None) -> Any:
         return architecture.count(module, loss, q.precision, model=slug(q), batch=q.batch, compiled=q.compiled)
     except UserError:
         raise
-    except FAILURES as error:
+    except Exception as error:  # a user's own function or an odd configuration may raise anything
         raise UserError(f"model={q.model} cannot be counted without running it: {said_of(error)}") from None
 
 

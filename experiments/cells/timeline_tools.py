@@ -168,5 +168,5 @@ def record_module(where: str, batch: int, steps: int) -> Timeline:
         return _measured(net, loss, steps, **about)
     except UserError:
         raise
-    except architectures.FAILURES as error:
+    except Exception as error:  # of a user's own function
         raise UserError(f"model={where} cannot be recorded: {architectures.said_of(error)}") from None

@@ -100,12 +100,12 @@ class TrackedRun:
             warn(self.service, f"{error}; nothing more is recorded there{self.resume_hint()}")
 
 
-def end_all(exit_code: int, within_s: float = 3.0) -> None:
+def end_all(exit_code: int) -> None:
     """Ends what runs, as this process is about to; called from any thread. A tracker drops what it has not written yet."""
     for run in list(running):
         ending = threading.Thread(target=run.finish, args=({}, exit_code), daemon=True)
         ending.start()
-        ending.join(within_s)
+        ending.join(3.0)
 
 
 def warn(service: str, why: object) -> None:

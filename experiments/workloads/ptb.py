@@ -221,9 +221,9 @@ def _words(file: Path) -> list[str]:
     return [word for line in read_text(file).splitlines() if line.strip() for word in [*line.split(), EOS]]
 
 
-def _markov_text(vocab: int = 1000, length: int = 60_000) -> tuple[Tensor, Tensor, int]:
+def _markov_text() -> tuple[Tensor, Tensor, int]:
     """Training and validation stream in which each word has four possible successors, and the vocabulary's size."""
-    stream = generator("markov text")
+    stream, vocab, length = generator("markov text"), 1000, 60_000
     successors = torch.randint(vocab, (vocab, 4), generator=stream).tolist()
     choices = torch.randint(4, (length,), generator=stream).tolist()
     words = [0]

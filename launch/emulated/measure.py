@@ -43,15 +43,15 @@ def check(nodes: int, mbit_per_s: float) -> dict[str, Any]:
     return {"measured": True, "mbit_per_s": round(best, 2), "off_by": round(off_by, 4), "note": note}
 
 
-def goodput(nodes: int, *, seconds: float = 1.0, warm_up_s: float = _WARM_UP_S) -> list[float]:
+def goodput(nodes: int, *, seconds: float = 1.0) -> list[float]:
     """TCP goodput that arrives at each node, in Mbit/s, while every node sends to the next one in a ring.
 
-    All links are busy in both directions, as in a collective. What arrives in the first `warm_up_s` is not counted:
+    All links are busy in both directions, as in a collective. What arrives in the first `_WARM_UP_S` is not counted:
     full token buckets and TCP's slow start. For processes of a sandbox. Raises NetworkError.
     """
     pairs = [_connect(node, (node + 1) % nodes) for node in range(nodes)]
     rates = [0.0] * nodes
-    begin = time.monotonic() + warm_up_s
+    begin = time.monotonic() + _WARM_UP_S
     senders = [threading.Thread(target=_send, args=(sender,)) for sender, _ in pairs]
     receivers = [
         threading.Thread(target=_receive, args=(receiver, begin, begin + seconds, rates, (node + 1) % nodes))
@@ -61,7 +61,7 @@ def goodput(nodes: int, *, seconds: float = 1.0, warm_up_s: float = _WARM_UP_S) 
         for thread in receivers + senders:
             thread.start()
         for thread in receivers:
-            thread.join(warm_up_s + seconds + 10)
+            thread.join(_WARM_UP_S + seconds + 10)
     finally:
         for end in (end for pair in pairs for end in pair):
             with contextlib.suppress(OSError):

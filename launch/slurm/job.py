@@ -123,11 +123,11 @@ def state(job: str) -> State:
     return State(facts.get("JobState", ""), facts.get("Reason", "None"), int(facts.get("Restarts", 0)))
 
 
-def cancel(job: str, grace_s: float = 90.0) -> bool:
-    """Cancels a job and waits until its processes are gone: True. False when they are not after `grace_s` seconds."""
+def cancel(job: str) -> bool:
+    """Cancels a job and waits until its processes are gone: True. False when they are not after 90 seconds."""
     with contextlib.suppress(NoController):  # it may have ended by itself
         ask(["scancel", job])
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         with contextlib.suppress(NoController):
             if state(job).ended:

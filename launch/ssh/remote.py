@@ -79,11 +79,11 @@ def gather(run_dir: Path, results_dir: Path, run_id: str) -> None:
                 tar.add(path, f"results/{folder}/{path.name}")
 
 
-def _wait(child: subprocess.Popen, watch: StoppedWatch, poll_s: float = 0.1) -> None:
+def _wait(child: subprocess.Popen, watch: StoppedWatch) -> None:
     """Waits until `child` or standard input ends."""
     while child.poll() is None:
         watch.look([child.pid])
-        if select.select([0], [], [], poll_s)[0] and not os.read(0, 4096):
+        if select.select([0], [], [], 0.1)[0] and not os.read(0, 4096):
             return
 
 
