@@ -163,7 +163,6 @@ def all_methods(plan: MethodsRequest, methods: Sequence[str] | None) -> int:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__, "Hydra overrides")
     parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="the first one is what rates are tuned with")

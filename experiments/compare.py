@@ -223,7 +223,6 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__, "Hydra overrides, +exp=NAME among them")
     parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
     parser.add_argument(

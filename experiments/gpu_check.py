@@ -228,7 +228,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     return check(parse(arguments))
 
 

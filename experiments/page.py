@@ -20,7 +20,6 @@ from launch.errors import UserError
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__)
     parser.add_argument("--results", default=str(PUBLISHED), help="folder of records; default: results/published")
     parser.add_argument("--out", type=Path, help="default: index.html in that folder")

@@ -290,7 +290,6 @@ def examples(path: Path = EXAMPLES) -> Path:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__)
     parser.add_argument("question", nargs="*", metavar="key=value", help="the keys above")
     form = parser.add_mutually_exclusive_group()

@@ -58,7 +58,6 @@ def publish(own: Path, published: Path, group: str | None = None, exp: str | Non
 
 @command.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__)
     parser.add_argument("group", nargs="?", help="a group of runs, as the table of a comparison names it")
     parser.add_argument(

@@ -213,7 +213,6 @@ def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     suite, options = parse(typed)
     line, kernels = command.typed("replay", typed), options.kernels_only

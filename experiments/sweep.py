@@ -98,7 +98,6 @@ def varied(rows: Sequence[SweepRun]) -> set[str]:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__, "sweep=NAME, and Hydra overrides")
     parser.add_argument("--methods", help="optimizer names to keep, separated by commas; default: all")
     parser.add_argument("--rates", help="learning rates instead of the sweep's")

@@ -46,7 +46,6 @@ def check(results: Path, exp: str | None = None) -> list[str]:
 
 @command.report_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__)
     parser.add_argument("--results", type=Path, help=f"results folder; default: the published one and {LOCAL}")
     parser.add_argument("--exp", help="this experiment only")

@@ -25,7 +25,6 @@ from experiments.runs import command
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
     parser = command.parser(__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
     commands.add_parser("list", help="the timelines there are")

@@ -227,7 +227,6 @@ def as_table(tuned: Sequence[Tuned], request: TuneRequest) -> Table:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__, "the keys above, and Hydra overrides")
     parser.add_argument("--dry-run", action="store_true", help="say what is recorded and what is to run, start nothing")
     options = parser.parse_intermixed_args(arguments)

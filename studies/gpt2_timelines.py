@@ -20,7 +20,6 @@ from experiments.runs import command
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     command.parser(__doc__).parse_args(arguments)
     work = architectures.work(architectures.Asked(model="hf:gpt2", batch=8, seq=1024, precision="bf16"))
     for gpu in GPUS:

@@ -295,7 +295,6 @@ def page(results: Path) -> str:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__)
     parser.add_argument("--results", type=Path, default=PUBLISHED)
     results = parser.parse_args(arguments).results

@@ -225,7 +225,6 @@ def write(lines: Sequence[dict[str, Any]], folder: Path) -> None:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (default: 5)")
     parser.add_argument("--publish", action="store_true", help="write into the repository: results/published, docs/")

@@ -59,7 +59,6 @@ def study(exp: str, idle: int, busy: int, overrides: list[str], out: Path | None
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     parser = command.parser(__doc__)
     parser.add_argument("exp", help="experiment, a file of conf/exp")
     parser.add_argument("--runs", type=int, default=5, help="comparisons on the idle machine (default: 5)")

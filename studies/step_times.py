@@ -335,7 +335,6 @@ def markdown() -> str:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     command.parser(__doc__).parse_args(arguments)
     write_file(PAGE, markdown().encode(), "the page of step times")
     print(PAGE)

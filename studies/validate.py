@@ -132,7 +132,6 @@ def table(found: Sequence[Trained]) -> Table:
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--help" in given or "-h" in given:
         print(manual(__doc__))

@@ -155,7 +155,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[VolumeSchedules, list[int], 
 
 @command.report_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line's work and exit status."""
     setting, lengths, options = parse(arguments)
     console = terminal()
     Note(TITLE, "strong").show(console)
