@@ -24,7 +24,7 @@ CORES = 2
 
 
 def measure(rehearse: bool) -> Iterator[dict[str, Any]]:
-    """A row for each group, as they end."""
+    """A row for each group, as they end; in a rehearsal for some of them, interpreted."""
     names = list(REHEARSED) if rehearse else groups()
     at_once = 1 if rehearse else max(1, min(len(names), (os.cpu_count() or 1) // CORES))
     with ThreadPoolExecutor(at_once) as pool:

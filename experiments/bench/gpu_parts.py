@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from experiments.bench import LARGE, LARGEST
+from experiments.bench import LARGE, LARGEST, gpu_kernels
 from experiments.records.record import ROOT
 
 OF_COPY = 0.85
@@ -37,13 +37,6 @@ Row = dict[str, Any]
 
 def device(rehearse: bool) -> torch.device:
     return torch.device("cpu" if rehearse else "cuda")
-
-
-def kernels(rehearse: bool) -> Iterator[Row]:
-    """Every Triton kernel against its definition on the CPU, bit for bit; in a rehearsal some of them, interpreted."""
-    from experiments.bench import gpu_kernels
-
-    yield from gpu_kernels.measure(rehearse)
 
 
 def bandwidth(rehearse: bool) -> Iterator[Row]:
@@ -156,7 +149,7 @@ def accuracy(rehearse: bool, folder: Path) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[..., Iterator[Row]]] = {
-    "kernels": kernels,
+    "kernels": gpu_kernels.measure,
     "methods": methods,
     "bandwidth": bandwidth,
     "hooks": hooks,

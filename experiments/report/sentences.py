@@ -76,13 +76,8 @@ def _line(text: str) -> str:
     return re.sub(r" ([.,:;])(?= |$)", r"\1", " ".join(text.split()))
 
 
-def title(r: ResultRecord) -> str:
-    """Experiment, shape and batch of the runs of a table."""
-    return say("title", r=r, train=r.config.get("train", {}))
-
-
 def trained(r: ResultRecord) -> str:
-    """The same in words, for a picture: what is trained, and its batch."""
+    """What is trained, and its batch, in words, for a picture."""
     batch = (r.config.get("train") or {}).get("batch_per_rank")
     return MODELS.get(r.exp, r.exp) + (f", batch {batch} per rank" if batch else "")
 

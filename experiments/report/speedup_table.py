@@ -81,7 +81,7 @@ def as_table(table: SpeedupTable, reference: SpeedupTable | None = None, metric:
     every = columns(table)
     every[1:1] = [metric_column(table)] if metric else []
     every += [published_column(reference)] if reference else []
-    title = ", ".join(filter(None, (sentences.title(first), table.workload)))
+    title = ", ".join(filter(None, (sentences.say("title", r=first), table.workload)))
     picture = f"![step time](../plots/{table.slug}_step_time.png)" if any(row.ms for row in table.rows) else ""
     return Table.of(every, table.rows, title=title, notes=tuple(notes), footnotes=tuple(footnotes), picture=picture)
 

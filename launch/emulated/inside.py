@@ -60,7 +60,7 @@ class Control:
         word, _, value = line.partition(" ")
         try:
             if word in ("cut", "mend") and value.isdigit() and int(value) < self.nodes:
-                {"cut": network.cut, "mend": network.mend}[word](int(value))
+                network.set_cable(int(value), "down" if word == "cut" else "up")
             elif word in ("rate", "check") and (mbit := _rate(value)) is not None:
                 self._shape(mbit, word == "check")
             else:

@@ -118,14 +118,9 @@ def burst_bytes(mbit_per_s: float) -> int:
     return max(80_000, int(mbit_per_s * 1e6 / 8 * 0.002))
 
 
-def cut(node: int) -> None:
-    """Pulls the cable of a node. Raises NetworkError."""
-    run(["ip", "link", "set", _port(node), "down"])
-
-
-def mend(node: int) -> None:
-    """Puts the cable of a node back. Raises NetworkError."""
-    run(["ip", "link", "set", _port(node), "up"])
+def set_cable(node: int, state: str) -> None:
+    """Pulls the cable of a node ("down") or puts it back ("up"). Raises NetworkError."""
+    run(["ip", "link", "set", _port(node), state])
 
 
 @contextmanager

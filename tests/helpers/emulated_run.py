@@ -47,9 +47,9 @@ def describe(file: Path, nodes: int = 3) -> None:
     network.shape(0, RATE / 4)
     # TCP backs off where a queue is full: single seconds on the slow link carry 60 to 95 % of its rate. The best of three.
     shown["slow node 0"] = [max(rates) for rates in zip(*(measure.goodput(nodes) for _ in range(3)), strict=True)]
-    network.cut(1)
+    network.set_cable(1, "down")
     shown["cut"] = [_reaches(0, 1), _reaches(0, 2)]
-    network.mend(1)
+    network.set_cable(1, "up")
     # On a loaded machine a link that comes up may lose the first packets, also those that ask for an address.
     shown["mended"] = [
         until(partial(_reaches, *pair), f"a connection of {pair}", within_s=60) for pair in ((0, 1), (1, 2))
