@@ -133,11 +133,12 @@ def from_spec(
 
     device: "cpu" or "cuda", what the run used; default: cuda where there is a GPU.
     wire:   what was sent, when the caller knows better than the configuration tells.
-    link:   default: the launcher's file in the run directory and `cluster.link` of the configuration, else what the
-            kind of cluster tells, without a rate.
+    link:   default: the launcher's file in the run directory, else what the kind of cluster tells, without a rate. What
+            the user says of the link (`cluster.link`) counts more.
     """
     config = spec.config
     base = Path.cwd()
+    asked = config["cluster"].get("link") or {}
     known = {"data": {"name": None, "synthetic": None}, **{k: v for k, v in measured.items() if v is not None}}
     return ResultRecord(
         id=spec.id,
@@ -161,7 +162,7 @@ def from_spec(
         seed=spec.seed,
         hardware=hardware(device),
         software=software(),
-        link={**LINK, "kind": _link_kind(config), **(link or _link_of(spec))},
+        link={**LINK, "kind": _link_kind(config), **(link or launch_link.read(spec.path)), **asked},
         bytes_per_step={**BYTES, **(bytes_per_step or {})},
         **known,
     )
@@ -276,11 +277,6 @@ def read_all(results_dir: str | Path) -> list[ResultRecord]:
         if (other := files.setdefault(r.id, path)) is not path:
             raise UserError(f"{other} and {path.name} are records of one run, {r.id}: remove the copy")
     return sorted(records, key=lambda r: (r.time, r.id))
-
-
-def _link_of(spec: RunSpec) -> dict[str, Any]:
-    """What the launcher wrote of the link, and over it what the user says of it (`cluster.link`)."""
-    return {**launch_link.read(spec.path), **(spec.config["cluster"].get("link") or {})}
 
 
 def _link_kind(config: dict[str, Any]) -> str:

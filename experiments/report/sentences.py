@@ -46,9 +46,7 @@ def page(name: str, **given: Any) -> str:
     return _pages().get_template(f"results/tables/{name}.md.j2").render(**given).rstrip() + "\n"
 
 
-@functools.cache
-def _pages() -> Environment:
-    return environment()
+_pages = functools.cache(environment)
 
 
 @functools.cache

@@ -43,8 +43,7 @@ def write(
         if dilation is not None and "dilation" in described["config"]["cluster"]:
             described["config"]["cluster"]["dilation"] = dilation
         own = spec_of(spec, described)
-        said = {**link, **(described["config"]["cluster"].get("link") or {})}
-        known: dict[str, Any] = {"device": shard.device.type, "link": said, "data": workload.data}
+        known: dict[str, Any] = {"device": shard.device.type, "link": link, "data": workload.data}
         if entry.failed is not None:
             made_record = record.failed(own, entry.failed, **known)
         else:

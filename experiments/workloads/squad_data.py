@@ -58,13 +58,12 @@ def _check_ends(file: Path) -> None:
         head = stream.read(64)
         stream.seek(max(0, file.stat().st_size - 64))
         tail = stream.read()
-    good = head.startswith(XZ_MAGIC) and tail.endswith(b"YZ") if file.suffix == ".xz" else _is_braced(head, tail)
+    if file.suffix == ".xz":
+        good = head.startswith(XZ_MAGIC) and tail.endswith(b"YZ")
+    else:
+        good = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{") and tail.rstrip().endswith(b"}")
     if not good:
         raise UserError(f"{file} is not a complete SQuAD JSON file (a truncated or wrong download?)")
-
-
-def _is_braced(head: bytes, tail: bytes) -> bool:
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{") and tail.rstrip().endswith(b"}")
 
 
 def read_json(file: Path) -> list[SquadQuestion]:
