@@ -12,13 +12,15 @@ of the memory's bandwidth (birder/predict/costs.py), collectives are rings and a
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Layout, Link, MethodSpec, Timeline, simulate
 from birder.predict.methods import Round
+from experiments.records.record import ROOT
 
 # ---- 1-bit Adam's profile of BERT-Large with Adam: its Table 1, read in a summary, so "secondary" in results/paper ----
 
@@ -38,21 +40,15 @@ class StepProfile:
     update: float
 
 
-PROFILES = (
-    StepProfile("Ethernet", 16, 1, 36.65, 2205.86, 33.63, 74.96),
-    StepProfile("Ethernet", 16, 16, 35.71, 2275.43, 60.81, 75.59),
-    StepProfile("Ethernet", 16, 64, 137.80, 2259.36, 243.72, 74.92),
-    StepProfile("Ethernet", 8, 16, 37.91, 2173.35, 60.71, 75.63),
-    StepProfile("Ethernet", 4, 16, 36.94, 2133.24, 62.82, 76.85),
-    StepProfile("Ethernet", 2, 16, 34.95, 1897.21, 61.23, 75.26),
-    StepProfile("InfiniBand", 8, 1, 25.36, 316.18, 23.25, 58.49),
-    StepProfile("InfiniBand", 8, 16, 32.81, 336.40, 59.99, 57.79),
-    StepProfile("InfiniBand", 8, 64, 131.04, 339.52, 237.92, 56.91),
-    StepProfile("InfiniBand", 4, 16, 33.45, 297.28, 56.81, 57.98),
-    StepProfile("InfiniBand", 2, 16, 32.86, 183.74, 56.49, 58.60),
-)
+def _profiles() -> Iterator[StepProfile]:
+    """The published rows of more than one node."""
+    tables = json.loads((ROOT / "results" / "paper" / "onebit_adam.json").read_text(encoding="utf-8"))["tables"]
+    for network, nodes, _, batch, _, accumulation, *ms, _ in tables[0]["rows"]:
+        if nodes > 1:
+            yield StepProfile(network, nodes, batch * accumulation, *ms)
 
 
+PROFILES = tuple(_profiles())
 SHAPES = tuple[tuple[str, tuple[int, ...]], ...]
 """Parameters with their shapes, in the model's order. What is of one dimension stands together: (6, h) are six vectors."""
 
