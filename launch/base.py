@@ -55,16 +55,8 @@ def opened(spec: RunSpec) -> Iterator[None]:
 class Launcher(ABC):
     """One way to start `nodes` x `ranks_per_node` ranks, one torchrun agent per node.
 
-    Constructed from the `cluster` section of the configuration (conf/cluster/<name>.yaml).
-
-    nodes, ranks_per_node: the shape of the world.
-    backend:      auto | nccl | gloo; auto is nccl where there are GPUs, gloo elsewhere.
-    max_restarts: how often torchrun restarts all ranks after a failure.
-    collective_timeout_s: how long a rank may keep the others waiting in a collective before they fail, in seconds.
-    heartbeat_timeout_s:  how long a rank may answer nobody before the run ends, in seconds
-                  (experiments/training/heartbeat.py).
-    dry_run:      print the commands, start nothing.
-    name:         what records call this cluster.
+    Constructed from the `cluster` section of the configuration (conf/cluster/<name>.yaml). docs/configuration.md says what
+    its keys mean, which are the arguments of a launcher.
     """
 
     nodes: int

@@ -21,10 +21,7 @@ from launch.words import count, say
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LocalLauncher(Launcher):
-    """N nodes as N torchrun agents on the loopback interface of this machine.
-
-    device: auto | cpu | cuda; auto is cuda where the back end is nccl. cuda with gloo lets ranks share a GPU.
-    """
+    """N nodes as N torchrun agents on the loopback interface of this machine."""
 
     device: str = "auto"
     port: int = field(init=False, default=0)

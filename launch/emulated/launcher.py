@@ -24,13 +24,9 @@ from launch.words import count, say
 class EmulatedLauncher(LocalLauncher):
     """N nodes, each a network namespace with one torchrun agent, on a bridge with links that are shaped both ways.
 
-    link_gbps: rate of the network that is emulated, Gbit/s per node and direction.
-    dilation:  time here runs so many times slower than on the machines that are emulated: links are set to
-               link_gbps / dilation, so that computing and communicating keep their proportion.
-    max_total_gbps: what this machine can carry, over all nodes; None: `capacity_gbps` says.
-
-    Where the system allows no such network the nodes talk over plain loopback: one line says so and why, and so does
-    `<run_dir>/link.json`. A single node needs no network.
+    Time here runs `dilation` times slower than on the machines that are emulated: links are set to link_gbps / dilation, so
+    that computing and communicating keep their proportion. Where the system allows no such network the nodes talk over
+    plain loopback: one line says so and why, and so does `<run_dir>/link.json`. A single node needs no network.
     """
 
     link_gbps: float = 10.0

@@ -73,14 +73,8 @@ _KEYS = {
 class SlurmLauncher(Launcher):
     """N nodes of one SLURM job.
 
-    partition, account, time, constraint: as sbatch knows them; null: the site's defaults. A time is "HH:MM:SS".
-    gpus_per_node: as sbatch knows it (4, "a100:4"). null: as many as ranks where backend is nccl, or where it is auto and the
-                   partition's nodes have so many or the scale is the paper's; else none.
-    cpus_per_node: cores for the ranks of a node; null: one for each rank.
-    sbatch:        any other option of sbatch, {key: value} for --key=value; {key: null} for --key.
-    interface:     network interface of gloo and NCCL on every node; null: the one that routes to the first node.
-    wait:          wait for the job, showing what rank 0 prints; false: return once it is submitted.
-    poll_s:        seconds between two questions to the controller about the job.
+    Without gpus_per_node it asks for as many as ranks where backend is nccl, or where it is auto and the partition's nodes
+    have so many or the scale is the paper's; else for none.
     """
 
     partition: str | None = None

@@ -37,14 +37,7 @@ from launch.words import count, say
 class SshLauncher(Launcher):
     """N hosts, each with the repository in the same folder and an environment of the same versions.
 
-    hosts:       [user@]name[:port] of every node, `a,b,c`, a list, or a file with one host per line.
-    nodes:       their number, or null.
-    python:      the interpreter on the hosts; null: the path of this one.
-    directory:   the repository on the hosts, where relative paths begin; null: the path of this one.
-    interface:   the network interface of gloo and NCCL on every host; null: the one that routes to the first host.
-    port:        of the rendezvous on the first host; null: a free one.
-    ssh_options: further arguments of ssh, one string or a list.
-    env:         variables of the ranks; a null value is taken from the environment here and shown nowhere.
+    A variable of `env` that is null is taken from the environment here and shown nowhere.
     """
 
     def __init__(
