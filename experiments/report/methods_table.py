@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from experiments.records.record import ResultRecord, read_all
 from experiments.report import accuracy, arithmetic, captions, metrics, published, speedup_table
 from experiments.report.accuracy import HELD_OUT, AccuracyTable
@@ -173,14 +171,14 @@ def as_table(table: MethodsTable, reference: MethodsTable | None = None) -> Tabl
     return Table.of(every, table.lines, title=table.scores.title, **said)
 
 
-def show(results_dir: str | Path, console: Console | None = None) -> None:
+def show(results_dir: str | Path) -> None:
     """Prints the table. Raises UserError when nothing of it has been run."""
     tables = build(read_all(results_dir))
     if not tables:
         raise UserError(f"no finished run of experiment {EXP!r} in {Path(results_dir) / 'records'}")
     known = {t.scores.title: t for t in build(published.records(results_dir, EXP))}
     for table in tables:
-        as_table(table, known.get(table.scores.title)).show(console or terminal())
+        as_table(table, known.get(table.scores.title)).show(terminal())
 
 
 def _trained(name: str, value: Callable[[Any], str], *, short: str = "", terminal: bool = True) -> Column:

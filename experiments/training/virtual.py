@@ -74,6 +74,3 @@ class VirtualMethod(AttachedMethod):
         # A loss of NaN or inf on any rank is reported; otherwise it is rank 0's, as with real ranks.
         every = torch.stack(losses)
         return torch.where(every.isfinite().all(), every[0], every.sum())
-
-    def close(self) -> None:
-        """There is nothing to end."""

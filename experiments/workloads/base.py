@@ -40,7 +40,8 @@ class Workload(ABC):
     synthetic:        True when the data is random: such a run measures time and bytes, never accuracy.
     sample:           what one sample is called in rates: "images", "sequences", "tokens".
     eval_set:         what `evaluate` looks at, in the form that `scores` takes; made by `prepare`.
-    held_out_set:     likewise what is held out of training, to choose hyper-parameters by; None where nothing is.
+    held_out_set:     likewise what is held out of training, to choose hyper-parameters by the metric on it, `held_out`;
+                      None where nothing is.
 
     Arguments out of range and missing or broken data raise `launch.errors.UserError` with one line, from
     `__init__` or `prepare`, before any process group exists where that is possible.

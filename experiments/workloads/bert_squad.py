@@ -39,8 +39,7 @@ class BertSquad(Bert):
     doc_stride:      tokens shared by consecutive windows of one paragraph.
     max_query_len:   longer questions are cut to this many tokens.
     train_questions: number of training questions, always the same ones; None: all. Likewise dev_questions.
-    held_out:        training questions, the last ones, that are left out of training; the F1 on them is the metric
-                     `held_out`, for the choice of hyper-parameters. None: none.
+    held_out:        training questions, the last ones, that are held out of training (`held_out_set`). None: none.
     n_best:          starts and ends considered per window.
     max_answer_len:  longest answer in tokens.
     """

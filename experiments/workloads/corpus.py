@@ -39,8 +39,7 @@ class Corpus(Transformer):
     documents:      number of leading lines of a file, or rows of a data set, to use; None: all. Every rank tokenizes
                     all of them.
     valid_fraction: share of the sequences, at the end of the text, that is evaluated on.
-    held_out:       sequences before these to leave out of training as well; the metric on them is the metric `held_out`,
-                    for the choice of hyper-parameters. None or 0: none.
+    held_out:       sequences before these that are held out of training as well (`held_out_set`). None or 0: none.
     """
 
     higher_is_better = False

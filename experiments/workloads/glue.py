@@ -26,8 +26,7 @@ class Glue(Bert):
     data_path:      GLUE's folder: <data_path>/MRPC/train.tsv and so on.
     dataset:        hub data set used where no folder is given, or "synthetic".
     train_examples: number of training examples, always the same ones; None: all. Likewise dev_examples.
-    held_out:       of these, the last ones, that are left out of training; the task's metric on them is the metric
-                    `held_out`, for the choice of hyper-parameters. None: none.
+    held_out:       of these, the last ones, that are held out of training (`held_out_set`). None: none.
     """
 
     name = "glue"

@@ -41,8 +41,7 @@ class PennTreebank(Workload):
     unigram_bias:    the output bias starts at the logarithm of each word's frequency in the training text instead of 0.
                      Where it starts at 0, methods whose steps have a fixed size learn these frequencies through the
                      hidden state faster than through the bias, and drive the LSTM's gates into saturation on the way.
-    held_out:        words at the end of the training text to leave out of training; the perplexity on them is the metric
-                     `held_out`, for the choice of hyper-parameters. None or 0: none.
+    held_out:        words at the end of the training text that are held out of it (`held_out_set`). None or 0: none.
     eval_columns:    columns of the validation stream; fixes the result for any number of ranks.
     allow_synthetic: False makes a missing `data_path` an error.
     """

@@ -29,8 +29,7 @@ class ResNet50(Shuffled):
     data_path:        folder with train/<class>/ and val/<class>/; None: synthetic images.
     image_size:       side of the square crop in pixels, at least 32.
     workers:          loader processes per rank for real images.
-    held_out:         number of training images to leave out of training, always the same ones; the accuracy on them is
-                      the metric `held_out`, for the choice of hyper-parameters. None or 0: none.
+    held_out:         training images that are held out, always the same ones (`held_out_set`). None or 0: none.
     eval_batch:       images per batch in `evaluate`.
     synthetic_images: images that one epoch of synthetic data stands for.
     allow_synthetic:  False makes a missing `data_path` an error.

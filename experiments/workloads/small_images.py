@@ -34,8 +34,7 @@ class SmallImages(Shuffled):
                      wrn_40_8, wrn_10_2 (wide ResNets) | resnet110, resnet20, resnet8 (the CIFAR ResNets).
     augment:         none | flip | crop_flip (zero padding of an eighth of the side, random crop, random flip).
     train_images:    number of training images to use, always the same ones; None: all.
-    held_out:        number of training images to leave out of training, always the same ones; the accuracy on them is
-                     the metric `held_out`, for the choice of hyper-parameters. None or 0: none.
+    held_out:        training images that are held out, always the same ones (`held_out_set`). None or 0: none.
     eval_batch:      images per batch in `evaluate`.
     allow_synthetic: False makes a missing `data_path` an error.
     """
