@@ -1,4 +1,5 @@
 """The parts of `make gpu-check`, each in a separate process: `python -m experiments.bench.gpu_parts NAME FILE [--rehearse]`.
+What each finds out: experiments/gpu_check.py.
 
 A part appends what it finds to FILE, a JSON object a line, as soon as it has it; `ok` is false where something is not as it
 must be. The last line is {"done": true}: without it the part was cut off.
@@ -40,7 +41,6 @@ def device(rehearse: bool) -> torch.device:
 
 
 def bandwidth(rehearse: bool) -> Iterator[Row]:
-    """Each kernel's bandwidth, and its share of a device copy's."""
     from experiments.bench import kernels as bench
 
     where = device(rehearse)
@@ -53,7 +53,6 @@ def bandwidth(rehearse: bool) -> Iterator[Row]:
 
 
 def methods(rehearse: bool) -> Iterator[Row]:
-    """Every optimizer against the CPU, resumed runs, autocast: 1 rank on NCCL, then 4 on this GPU with staged messages."""
     from experiments.bench import gpu_methods
 
     if rehearse:
@@ -64,14 +63,12 @@ def methods(rehearse: bool) -> Iterator[Row]:
 
 
 def nccl(rehearse: bool) -> Iterator[Row]:
-    """The same with NCCL over all GPUs."""
     from experiments.bench import gpu_methods
 
     yield from gpu_methods.measure(torch.cuda.device_count(), "cpu:gloo,cuda:nccl", "cuda")
 
 
 def hooks(rehearse: bool) -> Iterator[Row]:
-    """What each method costs on top of DDP alone, one rank: ms a step, launches, waits of the host."""
     from experiments.bench import hooks as bench
 
     where = device(rehearse)
@@ -98,7 +95,7 @@ def hook_is_light(row: Row, judged: bool) -> bool:
 
 
 def recorded(rehearse: bool, folder: Path) -> Iterator[Row]:
-    """Timelines of this GPU, each a file next to the report; results/timelines is where a good one belongs."""
+    """Each a file next to the report; results/timelines is where a good one belongs."""
     models = (("tiny", 4, "fp32"),) if rehearse else tuple(
         (model, batch, precision)
         for model, batch in (("resnet50", 32), ("resnet50", 128), ("bert_base", 32))
@@ -116,7 +113,7 @@ def recorded(rehearse: bool, folder: Path) -> Iterator[Row]:
 
 
 def accuracy(rehearse: bool, folder: Path) -> Iterator[Row]:
-    """Whole runs on scikit-learn's digits with 4 ranks on this GPU, seed after seed until the time is over."""
+    """Seed after seed until the time is over."""
     if missing := [package for package in FOR_RUNS if importlib.util.find_spec(package) is None]:
         yield {"ok": False, "error": f"whole runs need packages that are not here ({', '.join(missing)}): docs/gpu.md"}
         return
