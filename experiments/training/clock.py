@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from birder.predict.recording import clock_of
 from experiments.training.world import gathered
 
 ROUND = 16
 """Steps after which a device is waited for and its events are read."""
-
-
-def now(device: torch.device) -> Any:
-    """This moment: seconds of the host's clock; on CUDA an event on the device's current stream."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def between(began: Any, ended: Any) -> float:
-    """Seconds between two moments. Events must have been waited for."""
-    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
 
 
 class StepClock:
@@ -42,7 +28,7 @@ class StepClock:
 
     def __init__(self, skip: int, device: torch.device, every: int = ROUND) -> None:
         """every: steps after which a device is waited for."""
-        self.skip, self.device = skip, device
+        self.skip, self.device, self._clock = skip, device, clock_of(device)
         self.every = every if device.type == "cuda" else 1
         self.steps: list[float] = []
         self.parts: dict[str, list[float]] = {}
@@ -63,24 +49,24 @@ class StepClock:
         return bool(self._waiting)
 
     def start(self) -> None:
-        self._marks = [("", now(self.device))]
+        self._marks = [("", self._clock.mark())]
 
     def part(self, name: str, seconds: float | None = None) -> None:
         """Time since the last `part` or `start`, or the given seconds, goes to part `name` of this step."""
         if seconds is None:
-            self._marks.append((name, now(self.device)))
+            self._marks.append((name, self._clock.mark()))
         if self.counting:
             self.parts.setdefault(name, []).extend([] if seconds is None else [seconds])
 
     def stop(self) -> float | None:
         """Ends the step. Returns `known`."""
-        self._marks.append(("", now(self.device)))
+        self._marks.append(("", self._clock.mark()))
         if self.counting:
             self._waiting.append(self._marks)
             if len(self._waiting) >= self.every:
                 self.settle()
         elif self.device.type != "cuda":
-            self.known = between(self._marks[0][1], self._marks[-1][1])
+            self.known = self._clock.ms(self._marks[0][1], self._marks[-1][1]) / 1000
         self._seen += 1
         return self.known
 
@@ -92,10 +78,10 @@ class StepClock:
             torch.cuda.synchronize(self.device)
         new = len(self.steps)
         for marks in self._waiting:
-            self.steps.append(between(marks[0][1], marks[-1][1]))
+            self.steps.append(self._clock.ms(marks[0][1], marks[-1][1]) / 1000)
             for (_, began), (name, ended) in itertools.pairwise(marks):
                 if name:
-                    self.parts.setdefault(name, []).append(between(began, ended))
+                    self.parts.setdefault(name, []).append(self._clock.ms(began, ended) / 1000)
         self._waiting = []
         self.known = statistics.fmean(self.steps[new:])
 
@@ -121,16 +107,16 @@ class Stopwatch:
     """Seconds between `start` and `stop`; on CUDA those of the device, which `stop` waits for, once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._clock = device, clock_of(device)
 
     def start(self) -> None:
-        self._began = now(self.device)
+        self._began = self._clock.mark()
 
     def stop(self) -> float:
-        ended = now(self.device)
+        ended = self._clock.mark()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return between(self._began, ended)
+        return self._clock.ms(self._began, ended) / 1000
 
 
 def summary(

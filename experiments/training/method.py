@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import birder
 from birder import BucketOptimizer
+from birder.predict.recording import clock_of
 from experiments.config import schedules
 from experiments.training import step_profile
-from experiments.training.clock import between, now
 from experiments.training.products import products_of
 from experiments.training.sharded import ShardedModel, Wrapped
 from experiments.training.torch_hooks import HookAttachment, attach_hook
@@ -200,19 +200,19 @@ class AttachedMethod:
         On CUDA they are read from events: call it after the device has been waited for.
         """
         if self.device.type == "cuda":
-            read = [between(*moments) for moments in self._updates]
+            read = [clock_of(self.device).ms(*moments) / 1000 for moments in self._updates]
             self._updates.clear()
             return read
         return [sum(s.seconds for s in self.optimizer.pipeline.trace.last if s.kind == "apply")]
 
     def _watch_updates(self) -> None:
         """Has every update leave two events on the device's current stream."""
-        update = self.optimizer.update
+        update, clock = self.optimizer.update, clock_of(self.device)
 
         def watched(*arguments: Any) -> None:
-            began = now(self.device)
+            began = clock.mark()
             update(*arguments)
-            self._updates.append((began, now(self.device)))
+            self._updates.append((began, clock.mark()))
             del self._updates[:-1024]  # nobody may be asking
 
         self.optimizer.update = watched  # type: ignore[method-assign, assignment]

@@ -21,6 +21,9 @@ class _Event:
         self.at = _Event.now
         _Event.now += 2.0
 
+    def synchronize(self) -> None:
+        """The device has been waited for."""
+
     def elapsed_time(self, other: _Event) -> float:
         return other.at - self.at
 
