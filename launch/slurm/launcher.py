@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import StrictUndefined, Template
+
 from launch import failure, link_file, process
 from launch.base import Launcher
 from launch.errors import UserError
@@ -33,32 +35,9 @@ from launch.words import say
 NODE_PROGRAM = Path(__file__).resolve().with_name("node.py")
 _REMIND_S = 300.0  # between two words about a job that waits for the same reason
 
-_BODY = """\
-cd {cwd}
-# SLURM may start this job again (preemption, a failed node, scontrol requeue), and so may you (sbatch {script}):
-# the ranks go on from the last complete checkpoint of this run, if there is one.
-{exports}
-rm -rf {ranks} {errors} {left}
-nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
-address() {{  # how SLURM itself reaches a node
-  local found=$(scontrol --oneliner show node "$1" | grep -o ' NodeAddr=[^ ]*')
-  found=${{found#*=}}
-  echo "${{found:-$1}}"
-}}
-first=$(address "${{nodes[0]}}")
-second=$(address "${{nodes[1]:-${{nodes[0]}}}}")
-port=$((16000 + SLURM_JOB_ID % 16000))  # of the rendezvous, on the first node
-
-# One torchrun per node. srun takes --cpus-per-task from its own command line alone.
-srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \\
-  --open-mode=append --error={log} \\
-  {node} \\
-  {torchrun}
-status=$?
-rm -rf {left}
-exit $status
-"""
-
+_SCRIPT = Template(
+    Path(__file__).with_name("job.sh.j2").read_text("utf-8"), undefined=StrictUndefined, keep_trailing_newline=True
+)
 
 _KEYS = {
     "chdir": "the folder that this is started from",
@@ -196,23 +175,20 @@ class SlurmLauncher(Launcher):
     def script(self, spec: RunSpec) -> str:
         """The job's script: complete and the same for every start of the job."""
         folder = spec.path.absolute()
-        lines = ["#!/bin/bash", f"# {spec.id}: {' '.join(spec.command.split())}"]
-        lines += [directive(key, value) for key, value in self.all_options(spec).items()]
         node = [self.python, str(NODE_PROGRAM), "--ranks", str(self.ranks_per_node), "--backend", self.backend]
         node += ["--interface", self.interface] if self.interface else []
         exports = {"BIRDER_RESUME": "auto", **self.torchrun_environment()}
-        body = _BODY.format(
-            cwd=shlex.quote(str(Path.cwd())),
-            script=shlex.quote(str(folder / "job.sh")),
-            ranks=shlex.quote(str(folder / "ranks")),
-            errors=shlex.quote(str(folder / "errors")),
-            left=shlex.quote(str(folder / failure.TORCHRUN)),
+        paths = {"cwd": Path.cwd(), "script": folder / "job.sh", "left": folder / failure.TORCHRUN}
+        paths |= {"ranks": folder / "ranks", "errors": folder / "errors", "log": f"{_logs(spec)}/node%n.log"}
+        return _SCRIPT.render(
+            id=spec.id,
+            command=" ".join(spec.command.split()),
+            directives="\n".join(directive(key, value) for key, value in self.all_options(spec).items()),
             exports="\n".join(f"export {k}={shlex.quote(v)}" for k, v in exports.items()),
-            log=shlex.quote(f"{_logs(spec)}/node%n.log"),
-            node=shlex.join(node) + ' --first "$first" --second "$second" --port "$port" --',
+            node=shlex.join(node),
             torchrun=shlex.join(self.command(spec, 0)),
+            **{name: shlex.quote(str(path)) for name, path in paths.items()},
         )
-        return "\n".join(lines) + "\n\n" + body
 
     def submission(self, spec: RunSpec) -> list[str]:
         """sbatch's command line, with the script's options once more: a site's SBATCH_* would count before the script."""
