@@ -67,7 +67,7 @@ from experiments.config.question import Question
 from experiments.config.question import ask as ask  # passed on
 from experiments.records import record
 from experiments.runs import command
-from launch.errors import UserError
+from launch.errors import UserError, refused
 
 SWEEPS: dict[str, tuple[float, ...]] = {
     "gbps": (0.5, 1, 2, 3, 5, 7, 10, 15, 25, 40, 100, 200, 400),
@@ -153,7 +153,7 @@ def _counted(q: Question) -> AskedModel:
     """The model's architecture on the GPU's data sheet."""
     from experiments.cells import architectures
 
-    try:
+    with refused("", ValueError):
         gpu = gpus.find(q.gpu)
         precision = {"amp": "fp16", None: "bf16" if "bf16" in gpu.tflops else "fp16"}.get(q.precision, q.precision)
         gpu.peak(str(precision))
@@ -162,8 +162,6 @@ def _counted(q: Question) -> AskedModel:
         asked = architectures.Asked(name, q.batch, str(precision), q.seq, q.compiled, again)
         work = architectures.work(asked)
         found = work.timeline(gpu, gpus_per_node=q.cluster.ranks_per_node, optimizer=q.optimizer, faster=q.gpu_rate)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     return AskedModel(found, gpu, work.saved_bytes)
 
 
@@ -204,10 +202,8 @@ def costs_of(t: Timeline) -> Costs:
         from birder.predict import measure_kernels
 
         return measure_kernels("cpu")
-    try:
+    with refused("", ValueError):
         return Costs.of_gpu(t.gpu)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def answer(q: Question, options: argparse.Namespace) -> None:
@@ -215,7 +211,7 @@ def answer(q: Question, options: argparse.Namespace) -> None:
     m, plan = model_of(q), TrainingPlan(q.sharding, q.accumulation, q.optimizer, q.run_steps)
     t, there = m.timeline, cluster_of(q, m.timeline.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
-    try:
+    with refused("", ValueError):
         names, values = q.methods, SWEEPS.get(options.sweep, ())
         if options.sweep == "nodes":
             if q.sharding == "hsdp":
@@ -266,8 +262,6 @@ def answer(q: Question, options: argparse.Namespace) -> None:
                 print(json.dumps(made.plain(), indent=1))
                 return
             print(answered.text(made, studies, options.all))
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def examples(path: Path = EXAMPLES) -> Path:

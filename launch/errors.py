@@ -12,8 +12,8 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Exceptions of these kinds as UserError: what was given does not suit `what`."""
+    """Exceptions of these kinds as UserError: what was given does not suit `what`. Empty: they say themselves what."""
     try:
         yield
     except kinds as error:
-        raise UserError(f"{what}: {error}") from error
+        raise UserError(f"{what}: {error}" if what else str(error)) from error

@@ -7,7 +7,6 @@ beyond one gets the limit as a message.
 from __future__ import annotations
 
 import math
-import re
 import types
 import typing
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ LIMIT = 1000
 """Upper bounds from here on are technical."""
 LONGEST = 60
 """Characters of a value that a message shows."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ Text = Annotated[str, Strict(), AfterValidator(_path), Words("text on one line, 
 Name = Annotated[
     str,
     Strict(),
-    AfterValidator(lambda name: _rule(bool(_NAME.fullmatch(name)), name)),
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
     Words("letters, digits, '.', '_', '-', at most 100 of them, in quotes where they are a number", "names a folder:"),
 ]
 Folder = Annotated[str, Strict(), AfterValidator(_path), Words("the path of a folder")]

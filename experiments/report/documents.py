@@ -20,7 +20,7 @@ from jinja2 import Environment, TemplateError
 from experiments.records.record import PUBLISHED, ROOT
 from experiments.report import claims, sentences
 from experiments.report.facts import Facts
-from launch.errors import UserError
+from launch.errors import refused
 
 TEMPLATES = sentences.FOLDER
 MADE = "<!-- Made by python experiments/tables.py from experiments/report/pages/{}; do not edit. -->\n"
@@ -65,7 +65,5 @@ def _renewed(environment: Environment, name: str, old: str) -> str:
 
 
 def _made(environment: Environment, name: str, source: str) -> str:
-    try:
+    with refused(name, TemplateError, LookupError, ValueError):
         return environment.from_string(source).render()
-    except (TemplateError, LookupError, ValueError) as error:
-        raise UserError(f"{name}: {error}") from None

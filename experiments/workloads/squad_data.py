@@ -13,7 +13,7 @@ from torch import Tensor
 
 from experiments.workloads.files import existing_dir, from_hub
 from experiments.workloads.ordering import generator
-from launch.errors import UserError
+from launch.errors import UserError, refused
 
 XZ_MAGIC = b"\xfd7zXZ\x00"
 
@@ -109,7 +109,7 @@ def read_hub(dataset: str, split: str) -> list[SquadQuestion]:
     """Questions of a hub data set with SQuAD's columns. Raises UserError when the hub cannot be reached."""
     instead = "local files with data.path=FOLDER (train-v1.1.json, dev-v1.1.json)"
     table: Any = from_hub(dataset, split=split, read=lambda table: table, instead=instead)
-    try:
+    with refused(f"{dataset} has not SQuAD's columns (id, question, context, answers)", KeyError, TypeError):
         questions = [
             SquadQuestion(
                 row["id"],
@@ -119,8 +119,6 @@ def read_hub(dataset: str, split: str) -> list[SquadQuestion]:
             )
             for row in table
         ]
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{dataset} has not SQuAD's columns (id, question, context, answers): {error}") from error
     return checked(questions, dataset)
 
 

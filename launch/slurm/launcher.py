@@ -25,7 +25,7 @@ from jinja2 import StrictUndefined, Template
 
 from launch import failure, link_file, process
 from launch.base import Launcher
-from launch.errors import UserError
+from launch.errors import UserError, refused
 from launch.files import Tail
 from launch.slurm import job as slurm_job
 from launch.slurm.job import NoController, State
@@ -128,11 +128,9 @@ class SlurmLauncher(Launcher):
             raise UserError(
                 f"cluster=slurm needs {missing[0]}, which is not here: start it on a SLURM cluster's login node"
             )
-        try:
+        with refused("SLURM does not answer", NoController):
             said = slurm_job.ask(["sinfo", "--all", "--noheader", "--format=%P|%D"])
             running = slurm_job.ask(["squeue", "--noheader", "--format=%i", f"--name={spec.id}"]).split()
-        except NoController as error:
-            raise UserError(f"SLURM does not answer: {error}") from error
         if running:
             raise UserError(
                 f"job {running[0]} of this run has not ended: wait for it, or end it with scancel {running[0]}"
