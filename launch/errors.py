@@ -12,8 +12,14 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Exceptions of these kinds as UserError: what was given does not suit `what`. Empty: they say themselves what."""
+    """Exceptions of these kinds as UserError: what was given does not suit `what`. Empty: they say themselves what.
+
+    Said on one line: of the system's own errors what went wrong, of one without words its kind.
+    """
     try:
         yield
+    except UserError:
+        raise
     except kinds as error:
-        raise UserError(f"{what}: {error}" if what else str(error)) from error
+        said = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{what}: {said}" if what else said) from error

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.errors import UserError
+from launch.errors import UserError, refused
 
 _HOST = re.compile(
     r"(?:(?P<user>[\w.][\w.-]*)@)?(?P<name>\w[\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<port>\d{1,5}))?"
@@ -62,10 +62,8 @@ def _read(hosts: str) -> str | None:
             return None
     except (OSError, RuntimeError):  # a list that is too long for the name of a file; ~ of a user that there is not
         return None
-    try:
+    with refused(f"cannot read the host file {hosts}", OSError, ValueError):
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the host file {hosts}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _host(text: str) -> Host:

@@ -71,20 +71,12 @@ def work(q: Asked, configuration: Any = None) -> Any:
         raise UserError(f"checkpointing={said} is for hf: and params: models, which can switch it on themselves")
     if q.seq and kind not in OF_TRANSFORMERS:
         raise UserError(_no_tokens(q))
-    try:
+    # A user's own function or an odd configuration may raise anything.
+    with refused(f"model={q.model} cannot be counted without running it", Exception):
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module, loss = of_transformers(configuration, q) if configuration else _made(kind, name, q)
         return architecture.count(module, loss, q.precision, model=slug(q), batch=q.batch, compiled=q.compiled)
-    except UserError:
-        raise
-    except Exception as error:  # a user's own function or an odd configuration may raise anything
-        raise UserError(f"model={q.model} cannot be counted without running it: {said_of(error)}") from None
-
-
-def said_of(error: Exception) -> str:
-    """What it says, in one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def named(model: str) -> str:
@@ -138,10 +130,8 @@ def config(name: str) -> Any:
         own = dict(presets()[key])
         return AutoConfig.for_model(own.pop("type"), **own)
     if path.exists():
-        try:
+        with refused(f"{name} is not a configuration of transformers", OSError, ValueError):
             return AutoConfig.from_pretrained(name, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{name} is not a configuration of transformers: {said_of(error)}") from None
     if key in CONFIG_MAPPING_NAMES:
         return AutoConfig.for_model(key)
     close = near(key, dict.fromkeys((*presets(), *CONFIG_MAPPING_NAMES)))

@@ -158,7 +158,7 @@ def record_module(where: str, batch: int, steps: int) -> Timeline:
     Raises UserError for a function that is not there or returns something else, and for a model that gets no gradient.
     """
     about: dict[str, Any] = {"model": where, "precision": "unchanged", "batch_per_gpu": batch, "gpus_per_node": 1}
-    try:
+    with refused(f"model={where} cannot be recorded", Exception):  # of a user's own function
         net, loss = architectures.function(where, batch)
         if not any(p.requires_grad for p in net.parameters()):
             raise ValueError("the module has no parameter that gets a gradient")
@@ -166,7 +166,3 @@ def record_module(where: str, batch: int, steps: int) -> Timeline:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         about |= {"name": where.partition(":")[2], "gpu": gpu, "command": f"model={where} batch={batch}"}
         return _measured(net, loss, steps, **about)
-    except UserError:
-        raise
-    except Exception as error:  # of a user's own function
-        raise UserError(f"model={where} cannot be recorded: {architectures.said_of(error)}") from None

@@ -13,7 +13,7 @@ from birder.predict import timeline as files
 from birder.predict.methods import low_rank_numbers
 from birder.predict.timeline import Gradient, Timeline
 from experiments.records.record import ROOT
-from launch.errors import UserError
+from launch.errors import UserError, refused
 from launch.words import there_are
 
 FOLDER = ROOT / "results" / "timelines"
@@ -24,14 +24,11 @@ def load(name: str | Path) -> Timeline:
     path = Path(name)
     if path.suffix != ".json":
         path = FOLDER / f"{name}.json"
-    try:
-        return files.read(path)
-    except FileNotFoundError:
-        raise UserError(f"no timeline {name!s}{there_are(str(name), names())}") from None
-    except OSError as error:
-        raise UserError(f"{path} is not a readable timeline: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    with refused(f"{path} is not a readable timeline", OSError), refused("", ValueError):
+        try:
+            return files.read(path)
+        except FileNotFoundError:
+            raise UserError(f"no timeline {name!s}{there_are(str(name), names())}") from None
 
 
 def names() -> list[str]:
@@ -41,12 +38,8 @@ def names() -> list[str]:
 
 def write(timeline: Timeline, path: Path) -> Path:
     """Writes a timeline's file. Raises UserError."""
-    try:
+    with refused(f"cannot write {path}", OSError), refused("", ValueError):
         return files.write(timeline, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 # ---- what a node of many GPUs sends, and what happens inside it, by arithmetic alone ----------------------------------

@@ -23,7 +23,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from experiments.records.record import ROOT
-from launch.errors import UserError
+from launch.errors import UserError, refused
 
 GROUP = "hparams"
 SECTIONS = ("train",)
@@ -125,10 +125,8 @@ class SearchHparams(SearchPathPlugin):
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    with refused(f"{path.name} is not readable as YAML", OSError, yaml.YAMLError):
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # 1e-3 is a number, unlike in plain YAML
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"{path.name} is not readable as YAML: {' '.join(str(error).split())[:150]}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path.name} must hold keys with values")
     return {str(key): value for key, value in content.items()}

@@ -20,7 +20,7 @@ from experiments.records.record import ResultRecord
 from experiments.report.accuracy import AccuracyTable
 from experiments.report.comparison import Cell
 from experiments.report.metrics import Difference, difference
-from launch.errors import UserError
+from launch.errors import UserError, refused
 
 WINDOW = 0.05
 """Share of a run's steps over which its loss is averaged."""
@@ -118,10 +118,8 @@ def frame(r: ResultRecord, results_dir: Path) -> pd.DataFrame | None:
     path = results_dir / r.curve
     if not path.is_file():
         raise UserError(f"record {r.id} names the curve {path}, which is not there: bring it back or remove the record")
-    try:
+    with refused(f"{path} is not a readable curve", ValueError):
         points = pd.read_csv(path, usecols=["step", "loss", "metric"], dtype=float)
-    except ValueError as error:
-        raise UserError(f"{path} is not a readable curve: {' '.join(str(error).split())}") from None
     return None if points.empty else points
 
 

@@ -15,7 +15,7 @@ from birder.checkpoint import elastic
 from birder.optim.layout import local as held
 from experiments.training.method import AttachedMethod
 from experiments.training.sharded import ShardedModel
-from launch.errors import UserError, refused
+from launch.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,10 @@ class Checkpoints:
 
     def find(self) -> checkpoint.Restored | None:
         """The newest whole checkpoint, read; None where there is none. Every rank calls it. Raises UserError."""
-        with refused("cannot resume", ValueError, OSError):
+        try:
             return checkpoint.restore(self.folder, any_world=self.resize)
+        except (ValueError, OSError) as e:
+            raise UserError(f"cannot resume: {e}") from e
 
     def apply(self, found: checkpoint.Restored) -> dict[str, int | None] | None:
         """Puts a checkpoint into effect. Returns the `traffic` that it was saved with; None of another number of ranks.

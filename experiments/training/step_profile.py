@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from birder.comm import Span
-from launch.errors import UserError
+from launch.errors import refused
 
 LANES = {
     "compute": "#bbbbbb",
@@ -171,11 +171,9 @@ def write(ranks: Sequence[KeptSpans], folder: Path, title: str) -> list[Path]:
         return []
     steps = [kept.steps[position] for kept in ranks]
     number = steps[0][0]
-    try:
+    with refused(f"cannot write the profile to {folder}", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         trace, picture = folder / f"step{number}.json", folder / f"step{number}.png"
         trace.write_text(json.dumps(chrome_trace(steps)))
         draw(steps, f"{title}, step {number}", picture)
-    except OSError as error:
-        raise UserError(f"cannot write the profile to {folder}: {error.strerror}") from error
     return [trace, picture]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from birder import checkpoint
 from birder.checkpoint import elastic
 from birder.checkpoint.files import read_manifest
-from launch.errors import UserError
+from launch.errors import UserError, refused
 
 
 def find(place: str) -> Path:
@@ -31,14 +31,12 @@ def find(place: str) -> Path:
 def read(place: str) -> dict[str, Tensor]:
     """The parameters of a checkpoint, by name; where every rank kept its own model, their mean in fp64. Raises UserError."""
     folder = find(place)
-    try:
+    with refused(f"workload.weights={place}", ValueError, KeyError, OSError):
         shared, local = checkpoint.read(folder, 0)
         if "parameters" in shared:
             return dict(shared["parameters"])
         later = (checkpoint.read(folder, rank)[1] for rank in range(1, read_manifest(folder).world_size))
         return elastic.mean(of["parameters"] for of in itertools.chain([local], later))
-    except (ValueError, KeyError, OSError) as error:
-        raise UserError(f"workload.weights={place}: {' '.join(str(error).split())[:150]}") from error
 
 
 def put(net: nn.Module, place: str, skip: tuple[str, ...] = ()) -> nn.Module:
