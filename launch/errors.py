@@ -11,10 +11,10 @@ class UserError(Exception):
 
 
 @contextlib.contextmanager
-def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
+def refused(what: str, *kinds: type[Exception], way_on: str = "") -> Iterator[None]:
     """Exceptions of these kinds as UserError: what was given does not suit `what`. Empty: they say themselves what.
 
-    Said on one line: of the system's own errors what went wrong, of one without words its kind.
+    Said on one line: of the system's own errors what went wrong, of one without words its kind. way_on: what would help.
     """
     try:
         yield
@@ -22,4 +22,4 @@ def refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
         raise
     except kinds as error:
         said = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{what}: {said}" if what else said) from error
+        raise UserError((f"{what}: {said}" if what else said) + f"; {way_on}" * bool(way_on)) from error

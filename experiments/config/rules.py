@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.config.kinds import shown
 from experiments.records import labels
-from launch.errors import UserError
+from launch.errors import UserError, refused
 
 
 def check_hook(config: dict[str, Any]) -> None:
@@ -86,12 +86,10 @@ def check_virtual(config: dict[str, Any]) -> None:
 def check_writable(key: str, folder: Path) -> None:
     """Raises UserError unless files can be made in `folder`, or in the nearest parent that exists. Makes nothing."""
     there = folder
-    try:
+    with refused(f"{key}={shown(str(folder))} cannot be a folder", OSError):  # a name that is too long, a loop of links
         while not there.exists() and there != there.parent:
             there = there.parent
         is_folder = there.is_dir()
-    except OSError as error:  # a name that is too long, a loop of links
-        raise UserError(f"{key}={shown(str(folder))} cannot be a folder: {error.strerror}") from error
     if not is_folder:
         raise UserError(f"{key}={shown(str(folder))}: {shown(str(there))} is a file, not a folder")
     if not os.access(there, os.W_OK | os.X_OK):

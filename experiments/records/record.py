@@ -14,7 +14,7 @@ from typing import Any
 from experiments.records import labels, old_keys, privacy
 from experiments.records.origin import ROOT, git_state, hardware, software
 from launch import link_file as launch_link
-from launch.errors import UserError
+from launch.errors import UserError, refused
 from launch.files import write_whole
 from launch.spec import RunSpec
 from launch.words import say
@@ -224,22 +224,18 @@ def save_curve(source: str | Path, results_dir: str | Path, run_id: str) -> str 
 
 def write_file(path: Path, content: bytes, what: str) -> None:
     """Writes a file whole or not at all. `what` names it in the UserError that a full disk raises."""
-    try:
+    with refused(f"could not write the {what} {path}", OSError, way_on="free space or set results_dir=..."):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise UserError(f"could not write the {what} {path}: {why}; free space or set results_dir=...") from error
 
 
 def read(path: str | Path) -> ResultRecord:
     """The record in a file that `write` made. Raises UserError for anything else."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no record at {path}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a readable record: {' '.join(str(error).split())}") from None
+    with refused(f"{path} is not a readable record", OSError, ValueError):
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"no record at {path}") from None
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise UserError(f"{path} has record schema {schema!r}, this version reads {SCHEMA}")

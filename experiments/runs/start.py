@@ -20,7 +20,7 @@ from experiments.report import published, sentences
 from experiments.runs.command import typed
 from experiments.timing import calibrate
 from launch.base import opened
-from launch.errors import UserError
+from launch.errors import UserError, refused
 from launch.failure import RunFailed
 from launch.process import Stopped
 from launch.spec import RunSpec
@@ -69,10 +69,8 @@ def check_results(resolved: dict[str, Any]) -> None:
 
 def check_folder(folder: Path) -> None:
     """Raises UserError where records could not be written or read in the end: known before the first step."""
-    try:
+    with refused(f"cannot write to {folder}", OSError, way_on="set results_dir=FOLDER"):
         (folder / "records").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror or error}; set results_dir=FOLDER") from error
     if not os.access(folder / "records", os.W_OK):
         raise UserError(f"cannot write to {folder / 'records'}: set results_dir=FOLDER")
     record.read_all(folder)

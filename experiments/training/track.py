@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.records.record import write_file
 from experiments.tracking import start as tracking
 from experiments.tracking.tracked import About
-from launch.errors import UserError
+from launch.errors import refused
 from launch.spec import RunSpec
 
 # ---- the file curve.csv -----------------------------------------------------------------------------------------------
@@ -41,11 +41,9 @@ class CurveFile:
     def add(self, step: int, seconds: float, loss: float | None, metric: float | None) -> None:
         """Appends one row; None leaves a column empty. Raises UserError when the disk is full."""
         cells = [str(step), f"{seconds:.3f}", *["" if v is None else f"{v:.6g}" for v in (loss, metric)]]
-        try:
+        with refused(f"could not write the curve {self.path}", OSError, way_on="free space"):
             self._file.write(_line(cells))
             self._file.flush()
-        except OSError as error:
-            raise UserError(f"could not write the curve {self.path}: {error.strerror}; free space") from error
 
     def close(self) -> None:
         """Closes the file. Rows are on disk already."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from launch import environment, failure, link_file, probe, process
 from launch.base import ROOT, Launcher
-from launch.errors import UserError
+from launch.errors import UserError, refused
 from launch.failure import RunFailed
 from launch.files import read_json, read_log
 from launch.hosts import parse
@@ -179,10 +179,9 @@ class SshLauncher(Launcher):
         token = existing / f".birder-{secrets.token_hex(8)}"
         request = {"do": "look", "directory": self.directory, "run_dir": spec.run_dir, "token": str(token)}
         try:
-            token.touch()
-            return self.connections.ask(self.python, [request] * self.nodes)
-        except OSError as error:
-            raise UserError(f"cannot write to {existing}: {error.strerror}; set output_dir=FOLDER") from error
+            with refused(f"cannot write to {existing}", OSError, way_on="set output_dir=FOLDER"):
+                token.touch()
+                return self.connections.ask(self.python, [request] * self.nodes)
         finally:
             token.unlink(missing_ok=True)
 
