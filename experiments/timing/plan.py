@@ -14,6 +14,7 @@ from experiments.config.validate import value_at
 from experiments.records import labels, record
 from launch.base import Launcher
 from launch.errors import UserError
+from launch.files import read_log
 from launch.spec import RunSpec
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
@@ -136,10 +137,7 @@ def write_failed(spec: RunSpec, reason: str) -> None:
 
 def whose_turn(spec: RunSpec) -> str | None:
     """The id of the method in whose turn a world broke; None where none had begun, or it is not known."""
-    try:
-        found = (spec.path / TURN_FILE).read_text().strip()
-    except OSError:
-        return None
+    found = read_log(spec.path / TURN_FILE).strip()
     return found if found in {v["id"] for v in spec.config["variants"]} else None
 
 
