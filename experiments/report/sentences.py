@@ -18,7 +18,7 @@ from launch.words import count
 FOLDER = Path(__file__).with_name("pages")
 EMULATED = {"loopback", "emulated", "netns", "veth"}
 """Kinds of link that connect nodes which are all on one machine."""
-FORMATS = ("number", "percent", "times", "fraction", "mean_sd", "metric_axis", "metric_gap")
+FORMATS = ("number", "percent", "times", "fraction", "metric_gap")
 """Of formats.py, what sentences.j2 calls."""
 MODELS = {
     "resnet50": "ResNet-50",
