@@ -205,7 +205,7 @@ class _Counter(TorchDispatchMode):
         key = self.key(t)
         if key not in self.seen and key not in self.parameters:
             self.seen.add(key)
-            self.saved += t.numel() * t.element_size()
+            self.saved += t.nbytes
         return t
 
     def key(self, t: Tensor) -> int:
@@ -232,9 +232,9 @@ class _Counter(TorchDispatchMode):
         if self.compiled and not flops and name not in APART:
             self._fuse(ins, outs)
         else:
-            late = sum(_bytes(t) for t in ins if self._late(t))
+            late = sum(t.nbytes for t in ins if self._late(t))
             kind = "convolution" if name.startswith("convolution") else ""
-            self.add(flops, late + TWICE.get(name, 1.0) * sum(map(_bytes, (*ins, *outs))), kind)
+            self.add(flops, late + TWICE.get(name, 1.0) * sum(t.nbytes for t in (*ins, *outs)), kind)
         return out
 
     def _late(self, t: Tensor) -> bool:
@@ -248,7 +248,7 @@ class _Counter(TorchDispatchMode):
         fresh = not self.group
         for t in ins:
             if self.key(t) not in self.group:
-                nbytes += _bytes(t)
+                nbytes += t.nbytes
                 self.group.add(self.key(t))
         for t in outs:
             self.group.add(self.key(t))
@@ -273,10 +273,6 @@ def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
     if any(word.endswith("mm") for word in name.split("_")):
         raise ValueError(f"the operations of torch's operator {name}, a matrix product, are not known")
     return 0.0
-
-
-def _bytes(t: Tensor) -> float:
-    return float(t.numel() * t.element_size())
 
 
 def products_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -317,13 +313,13 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         ctx.save_for_backward(logits)
-        _COUNTER.get().add(0.0, _bytes(logits), "")
+        _COUNTER.get().add(0.0, logits.nbytes, "")
         return logits.new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (logits,) = ctx.saved_tensors
-        _COUNTER.get().add(0.0, 2 * _bytes(logits), "")
+        _COUNTER.get().add(0.0, 2 * logits.nbytes, "")
         return torch.empty_like(logits)
 
 
@@ -342,13 +338,13 @@ class _Attention(torch.autograd.Function):
         ctx.mask = mask if mask is not None and mask.requires_grad else None
         ctx.flops = 2.0 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1]) / (2 if causal else 1)
         if not counter.attention_kept:
-            counter.add(ctx.flops, sum(map(_bytes, (q, k, v, out))), "attention")
+            counter.add(ctx.flops, sum(t.nbytes for t in (q, k, v, out)), "attention")
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out = ctx.saved_tensors
-        _COUNTER.get().add(2.5 * ctx.flops, 2 * sum(map(_bytes, (q, k, v, out))), "attention")
+        _COUNTER.get().add(2.5 * ctx.flops, 2 * sum(t.nbytes for t in (q, k, v, out)), "attention")
         mask = None if ctx.mask is None else torch.empty_like(ctx.mask)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), mask, None
 
