@@ -189,7 +189,11 @@ class OneBitMethod(OneBitMean):
         Warns of one of which that is true in part."""
         if step <= self.warmup_steps:
             return
-        self._warn_of_lost()
+        self._lost.warn(
+            self,
+            f"get a gradient that they did not have in the {self.warmup_steps} steps of the warm-up. Their variance stays "
+            "0, so they never move: use a longer warm-up, or another optimizer for this parameter",
+        )
         for unit in self.units:
             self.support(unit)
             if unit.index not in self._with_variance:
@@ -206,17 +210,6 @@ class OneBitMethod(OneBitMean):
         if mask is None or self._lost.warned or late <= 0 or not looked_at(FIRST + late):
             return
         self._lost.note(unit, (grad != 0).logical_and_(~mask))
-
-    def _warn_of_lost(self) -> None:
-        if found := self._lost.most(self.units):
-            count, p = found
-            warnings.warn(
-                f"{self.kind}: {count} numbers of {self.named(p)} get a gradient that they did not have in the "
-                f"{self.warmup_steps} steps of the warm-up. Their variance stays 0, so they never move: use a longer "
-                "warm-up, or another optimizer for this parameter",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
     def before_update(self, step: int) -> Requests[None]:
         """The same over shards: one alone may have no variance where others have, as of an embedding with rows not yet seen.

@@ -28,7 +28,6 @@ One-process reference: tests/helpers/reference_slamb.py.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -171,14 +170,11 @@ class SLAMB(BucketOptimizer):
             self._unseen.note(unit, (m != 0).logical_and_(v == 0))
 
     def check_step(self, step: int) -> None:
-        if found := self._unseen.most(self.units):
-            count, p = found
-            warnings.warn(
-                f"{self.kind}: {count} numbers of {self.named(p)} have had a gradient on other ranks alone, so this rank "
-                'moves them by m/eps, which can diverge: unseen="hold" leaves them where they are',
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self._unseen.warn(
+            self,
+            "have had a gradient on other ranks alone, so this rank moves them by m/eps, which can diverge: "
+            'unseen="hold" leaves them where they are',
+        )
 
     def _mask_and_count(self, unit: Unit, step: int) -> tuple[Tensor, int]:
         """M_t and its elements. Drawn a step ahead, so that nobody waits for their number."""

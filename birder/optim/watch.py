@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,17 +45,17 @@ class Counted:
         """there: bool[padded]."""
         self._late[unit.index] = Late(torch.stack([part.sum() for part in unit.views(there)]))
 
-    def most(self, units: Iterable[Unit]) -> tuple[int, Tensor] | None:
-        """A parameter that has some, and how many; None where none has, or once `warned`. Does not wait."""
-        for unit in units:
+    def warn(self, method: Any, what: str) -> None:
+        """Warns once of a parameter that has some, how many, and `what` of them. Does not wait."""
+        for unit in method.units:
             if self.warned or (late := self._late.get(unit.index)) is None or not late.there:
                 continue
             del self._late[unit.index]
             count, p = max(zip(late.read(), unit.wholes, strict=True), key=lambda found: found[0])
             if count:
                 self.warned = True
-                return count, p
-        return None
+                said = f"{method.kind}: {count} numbers of {method.named(p)} {what}"
+                warnings.warn(said, RuntimeWarning, stacklevel=3)
 
     def clear(self) -> None:
         """Forgets what was counted, not `warned`."""
