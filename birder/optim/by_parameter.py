@@ -78,13 +78,8 @@ def check_whole(method: Method, comm: Communicator | None) -> None:
 
 def own(method: Method, unit: Unit, flat: Flat) -> Flat:
     """The reverse of `gathered`: what this rank keeps of it."""
-    kept: Flat = {}
-    for name, tensor in flat.items():
-        held = None
-        if name in unit.state and name not in method.by_tensor:
-            held = span(method, unit, unit.state[name])
-        kept[name] = tensor if held is None else tensor[held]
-    return kept
+    held = {name: span(method, unit, t) for name, t in unit.state.items() if name not in method.by_tensor}
+    return {name: t if (mine := held.get(name)) is None else t[mine] for name, t in flat.items()}
 
 
 def of_parameter(method: Method, unit: Unit, name: str, tensor: Tensor, i: int) -> Tensor:
@@ -218,5 +213,5 @@ def _shape(p: Tensor) -> str:
     return "x".join(map(str, p.shape))
 
 
-def _listed(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)

@@ -43,16 +43,11 @@ class Support:
         self.version = version
         self.shard, self.chunk = comm.shard_of(mask.numel()), comm.chunk_of(mask.numel())
         self.shard_count, self.chunk_count = mask[self.shard].sum(), mask[self.chunk].sum()
-        self._whole = Late(mask.all())
+        self.whole = Late(mask.all())
 
     def inside(self, part: slice) -> Tensor | None:
         """That part of the mask."""
         return None if self.mask is None else self.mask[part]
-
-    def forget_a_mask_of_all(self) -> None:
-        """Once it is known that all coordinates take part, no mask is read any more, which changes no result."""
-        if self.mask is not None and self._whole.there and self._whole.read()[0]:
-            self.mask = None
 
 
 class OneBitMean(BucketOptimizer):
@@ -124,7 +119,8 @@ class OneBitMean(BucketOptimizer):
         known, version = self._support.get(unit.index), self.support_version(unit)
         if known is None or known.version != version:
             known = self._support[unit.index] = Support(self.taking_part(unit), self.comm, version)
-        known.forget_a_mask_of_all()
+        if known.mask is not None and known.whole.there and known.whole.read()[0]:
+            known.mask = None  # no mask of all is read any more, which changes no result
         return known
 
     def forget_derived(self) -> None:

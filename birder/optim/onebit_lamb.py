@@ -106,12 +106,10 @@ class OneBitLAMB(OneBitMethod):
         return not of_all and super().restores(name, step)
 
     def init_unit(self, unit: Unit) -> None:
-        tensors = len(unit.params)
         unit.keep("m", "v", "fresh")
         self.init_errors(unit)
-        unit.state["coeff"] = unit.zeros(tensors)
-        unit.state["factor"] = unit.zeros(tensors).fill_(1.0)
-        unit.state["scale"] = unit.zeros(tensors)
+        unit.keep("coeff", "factor", "scale", numel=len(unit.params))
+        unit.state["factor"].fill_(1.0)
 
     def taking_part(self, unit: Unit) -> Tensor:
         """Where neither the unit's frozen variance nor its tensor's scale is 0."""

@@ -39,14 +39,7 @@ from birder.comm import Mean, Requests
 from birder.comm.late import Late
 from birder.kernels.philox import LANES, ORDER_STREAM, uniform16
 from birder.optim.base import WIRES, BucketOptimizer, Plan, Unit
-from birder.optim.checks import (
-    become,
-    pair,
-    require_choice,
-    require_flag,
-    require_number,
-    require_whole,
-)
+from birder.optim.checks import become, pair, require_choice, require_flag, require_number, require_whole
 from birder.optim.watch import Counted, looked_at
 
 SMALLEST = 2.0**-15
@@ -178,8 +171,7 @@ class SLAMB(BucketOptimizer):
 
     def _mask_and_count(self, unit: Unit, step: int) -> tuple[Tensor, int]:
         """M_t and its elements. Drawn a step ahead, so that nobody waits for their number."""
-        drawn = self._ahead.pop((unit.index, step), None)
-        mask, count = drawn or self._draw(unit, step)
+        mask, count = self._ahead.pop((unit.index, step), None) or self._draw(unit, step)
         self._ahead[unit.index, step + 1] = self._draw(unit, step + 1)
         return mask, count.read()[0]
 

@@ -47,14 +47,7 @@ from birder.comm import (
     WorkerMean,
 )
 from birder.optim.block_codes import decode, encode
-from birder.optim.checks import (
-    pair,
-    require,
-    require_choice,
-    require_fraction,
-    require_number,
-    require_whole,
-)
+from birder.optim.checks import pair, require, require_choice, require_fraction, require_number, require_whole
 from birder.optim.contract import WIRES
 from birder.optim.layout import ALIGN, Unit, round_up
 from birder.optim.local_steps import LocalSteps
@@ -84,13 +77,7 @@ class SparseLoCo(LocalSteps):
 
     compressed: ClassVar[bool] = True
     local_models: ClassVar[bool] = True
-    carried: ClassVar[dict[str, str]] = {
-        "m": "mean",
-        "v": "mean",
-        "error": "mean",
-        "common": "copy",
-        "outer": "copy",
-    }
+    carried: ClassVar[dict[str, str]] = {"m": "mean", "v": "mean", "error": "mean", "common": "copy", "outer": "copy"}
 
     def __init__(
         self,
