@@ -79,6 +79,8 @@ class Method(torch.optim.Optimizer):
     """Hyper-parameters that `update` alone reads: they may change between backward and `step`."""
     handles_nonfinite: ClassVar[bool] = False
     """Whether the method's own arithmetic takes gradients that are not finite for 0."""
+    reads_at_times: ClassVar[bool] = False
+    """Whether `reads_parameters` of some later step. A script that changes them is refused in its first step already."""
 
     by_group: frozenset[str]
     """Names of the hyper-parameters that each group has; the other `defaults` are one for all groups."""
@@ -200,11 +202,6 @@ class Method(torch.optim.Optimizer):
 
     def reads_parameters(self, step: int) -> bool:
         """Whether `exchange` reads parameters: they must not change before `update` then."""
-        return False
-
-    @property
-    def reads_at_times(self) -> bool:
-        """Whether `reads_parameters` of some later step. A script that changes them is refused in its first step already."""
         return False
 
     def init_unit(self, unit: Unit) -> None:

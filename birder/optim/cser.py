@@ -86,6 +86,7 @@ class CSER(BlockwiseSGD):
     """
 
     local_models: ClassVar[bool] = True
+    reads_at_times: ClassVar[bool] = True
     carried: ClassVar[dict[str, str]] = {"momentum": "mean", "common": "copy"}
 
     def __init__(
@@ -121,10 +122,6 @@ class CSER(BlockwiseSGD):
 
     def reads_parameters(self, step: int) -> bool:
         return super().reads_parameters(step) or self.resets(step)
-
-    @property
-    def reads_at_times(self) -> bool:
-        return True
 
     def plan(self, step: int) -> Plan:
         return Plan.COMPRESSED if self.gradient_ratio is not None or self.resets(step) else Plan.SKIP
