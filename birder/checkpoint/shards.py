@@ -122,19 +122,17 @@ def _empty(optimizer: BucketOptimizer, p: Tensor, name: str, dtype: str) -> Tens
 def _meta(attachment: ShardAttachment) -> dict[str, Any]:
     """What is not a tensor, as JSON knows it."""
     optimizer = attachment.optimizer
-    groups = [
-        {k: _plain(v, f"param_groups[{i}][{k!r}]") for k, v in g.items() if k != "params"}
-        for i, g in enumerate(optimizer.param_groups)
-    ]
-    replicas = attachment.mesh.size(0)
-    about = {"method": optimizer.kind, "options": optimizer.shared_options, "steps": optimizer.steps}
-    tensors = [len(g["params"]) for g in optimizer.param_groups]
-    kinds = {name: _kind(t) for unit in optimizer.units for name, t in optimizer.complete_state(unit).items()}
-    return about | {
-        "kinds": kinds,
-        "replicas": replicas,
-        "groups": groups,
-        "tensors": tensors,
+    return {
+        "method": optimizer.kind,
+        "options": optimizer.shared_options,
+        "steps": optimizer.steps,
+        "kinds": {name: _kind(t) for unit in optimizer.units for name, t in optimizer.complete_state(unit).items()},
+        "replicas": attachment.mesh.size(0),
+        "groups": [
+            {k: _plain(v, f"param_groups[{i}][{k!r}]") for k, v in g.items() if k != "params"}
+            for i, g in enumerate(optimizer.param_groups)
+        ],
+        "tensors": [len(g["params"]) for g in optimizer.param_groups],
         "layout": layout(optimizer),
     }
 

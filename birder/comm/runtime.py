@@ -215,8 +215,8 @@ class Pipeline:
 class OwnTurn(Pipeline):
     """Of virtual ranks: tasks are a part of the step that waits for them."""
 
-    def __init__(self, comm: Communicator | None = None) -> None:
-        super().__init__(comm)
+    def __init__(self) -> None:
+        super().__init__()
         self._tasks: list[Task] = []
 
     def submit(self, task: Task, unit: int | None = None, whole: bool = False) -> None:
