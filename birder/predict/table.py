@@ -158,12 +158,6 @@ def _interval(
     return low - unsure, high + unsure
 
 
-def savings(found: Sequence[Prediction], name: str) -> tuple[float, float, float]:
-    """(share of bf16's step that a method saves by the first prediction, low, high by all of them)."""
-    each = [p.speedup(name, "bf16") for p in found]
-    return 1 - 1 / each[0][0], 1 - 1 / min(low for _, low, _ in each), 1 - 1 / max(high for *_, high in each)
-
-
 def advised(
     found: Sequence[Prediction],
     lost: Mapping[str, float] | None = None,
