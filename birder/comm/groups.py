@@ -7,7 +7,6 @@ times a second. With 8 ranks on 2 cores, 20 of them made every step 5 to 15 % lo
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from birder.comm.collectives import gather_numbers, new_group
+from birder.comm.launcher import digest_of
 
 OFFERED = 8
 """Of the groups that were given back: so many of the last are offered to the other ranks."""
@@ -32,7 +32,7 @@ def borrow(group: dist.ProcessGroup | None, device: torch.device) -> dist.Proces
     One that was given back, where all ranks have the same, or a new one. device: of the tensors that ranks agree with.
     """
     wanted = _about(group)
-    free = {_number(other): other for other in _free() if _about(other) == wanted}
+    free = {digest_of(other.group_name) or 1: other for other in _free() if _about(other) == wanted}  # 0: none
     mine = [*list(free)[-OFFERED:], *[0] * OFFERED][:OFFERED]
     common = set.intersection(*map(set, gather_numbers(group, mine, device))) - {0}
     if not common:
@@ -78,8 +78,3 @@ def _about(group: dist.ProcessGroup | None) -> tuple[tuple[int, ...], str] | Non
         return tuple(dist.get_process_group_ranks(group)), str(dist.get_backend_config(group))
     except (KeyError, ValueError):
         return None
-
-
-def _number(group: dist.ProcessGroup) -> int:
-    """Of its name; not 0."""
-    return 1 + int.from_bytes(hashlib.sha256(str(group.group_name).encode()).digest()[:7], "big")

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MPI = (
     # Of Open MPI; MPICH and Intel MPI; MVAPICH; others with PMI.
@@ -44,9 +44,14 @@ class Said(NamedTuple):
     host: int
 
 
-def ranks_per_node(world_size: int, env: Mapping[str, str] = os.environ) -> int:
+def digest_of(value: Any) -> int:
+    """63 bits, the same in every process for what prints the same."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
+
+
+def ranks_per_node(world_size: int) -> int:
     """What this rank's launcher says; UNKNOWN (0) when it says nothing that is a number."""
-    return max(UNKNOWN, said(env, None, world_size).local)
+    return max(UNKNOWN, said(os.environ, None, world_size).local)
 
 
 def said(env: Mapping[str, str], rank: int | None, world_size: int, given: bool = False, hier: bool = False) -> Said:
@@ -61,8 +66,7 @@ def said(env: Mapping[str, str], rank: int | None, world_size: int, given: bool 
         elif local not in (UNKNOWN, mine):
             other = local
         local = mine
-    host = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")
-    return Said(local, number, other, given, hier, host)
+    return Said(local, number, other, given, hier, digest_of(socket.gethostname()))
 
 
 def _scheduler(env: Mapping[str, str], rank: int | None, world_size: int) -> tuple[int, int]:

@@ -31,9 +31,9 @@ from torch.futures import Future
 from birder.comm import ByteCounter, Collectives, Topology, finish
 from birder.comm.collectives import backend_for, gather_numbers
 from birder.comm.groups import borrow, give_back
+from birder.comm.launcher import digest_of
 from birder.hooks.attachment import NotCopied, done, odd_ranks, on_thread
 from birder.hooks.bucket_hook import block_scaled_hook as block_scaled_hook
-from birder.optim.agreement import digest_of
 from birder.optim.block_codes import LARGEST, decode, encode
 from birder.optim.checks import check_gradient, require, require_choice
 

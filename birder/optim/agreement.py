@@ -5,18 +5,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 
 from birder.comm import GatherRanks, Requests
 from birder.comm.late import Late, sent
-
-
-def digest_of(value: Any) -> int:
-    """63 bits, the same in every process for what prints the same."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
+from birder.comm.launcher import digest_of
 
 
 class Agreement:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from birder import kernels
 from birder.comm import AcrossHolders, Communicator, Mean, Pipeline, Requests, SingleProcess, Total, run
+from birder.comm.launcher import digest_of
 from birder.comm.runtime import Task, asking
-from birder.optim.agreement import Agreement, digest_of
+from birder.optim.agreement import Agreement
 from birder.optim.by_parameter import check_whole, parts, put_back, shared_out, taken
 from birder.optim.checks import (
     check_foreign_options,
