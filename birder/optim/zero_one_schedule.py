@@ -13,7 +13,6 @@ implementation (DeepSpeed): rounds are at the multiples of the interval in force
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 
 @functools.cache
@@ -53,33 +52,3 @@ def sync(step: int, warmup_steps: int, local_doubling: int, local_limit: int, al
     phases = sync_phases(warmup_steps, local_doubling, local_limit, aligned)
     start, interval = next((p for p in reversed(phases) if p[0] < step), phases[0])
     return (step if aligned else step - start) % interval == 0
-
-
-@dataclass(frozen=True)
-class RoundCounts:
-    """How often a run of `steps` steps communicates.
-
-    dense:   rounds in floats.
-    onebit:  rounds in one bit.
-    skipped: steps without any round. A step may have both rounds, so that the three may add up to more than `steps`.
-    """
-
-    steps: int
-    dense: int
-    onebit: int
-    skipped: int
-
-
-def rounds(
-    steps: int, warmup_steps: int, kappa: int, local_doubling: int, local_limit: int, aligned: bool = False
-) -> RoundCounts:
-    """Counts the rounds of steps 1 to `steps`. `aligned`: a variance round takes the place of that step's sync."""
-    dense = sum(step <= steps for step in variance_steps(warmup_steps, kappa, aligned))
-    synced = min(steps, warmup_steps)
-    phases = sync_phases(warmup_steps, local_doubling, local_limit, aligned)
-    ends = [start for start, _ in phases[1:]] + [max(steps, phases[-1][0])]
-    for (start, interval), end in zip(phases, ends, strict=True):
-        origin = 0 if aligned else start
-        if steps > start:
-            synced += (min(end, steps) - origin) // interval - (start - origin) // interval
-    return RoundCounts(steps, dense, synced - dense if aligned else synced, steps - synced)

@@ -8,17 +8,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from birder.optim.zero_one_schedule import RoundCounts
-
-    Measure = Callable[[RoundCounts], float]
 
 LENGTHS = (118_000, 152_511)
 """Steps of the published runs of BERT-Base and BERT-Large."""
 SEARCH = range(20_000, 400_001, 100)
 """Run lengths among which those are looked for that give a published number."""
+
+
+@dataclass(frozen=True)
+class RoundCounts:
+    """How often a run of `steps` steps communicates.
+
+    dense:   rounds in floats.
+    onebit:  rounds in one bit.
+    skipped: steps without any round. A step may have both rounds, so that the three may add up to more than `steps`.
+    """
+
+    steps: int
+    dense: int
+    onebit: int
+    skipped: int
+
+
+Measure = Callable[[RoundCounts], float]
 
 
 @dataclass(frozen=True)
@@ -32,12 +44,21 @@ class VolumeSchedules:
     onebit_warmups: tuple[tuple[str, int], ...] = (("BERT-Large", 23_000), ("BERT-Base", 16_000))
 
     def rounds(self, steps: int, aligned: bool) -> RoundCounts:
-        """How often a run of so many steps communicates. Imports torch, as all of birder.optim."""
-        from birder.optim import zero_one_schedule as schedule
+        """Counts the rounds of steps 1 to `steps`. Imports torch, as all of birder.optim.
 
-        return schedule.rounds(
-            steps, self.warmup_steps, self.kappa, self.local_doubling, self.local_limit, aligned=aligned
-        )
+        aligned: a variance round takes the place of that step's sync.
+        """
+        from birder.optim.zero_one_schedule import sync_phases, variance_steps
+
+        dense = sum(step <= steps for step in variance_steps(self.warmup_steps, self.kappa, aligned))
+        synced = min(steps, self.warmup_steps)
+        phases = sync_phases(self.warmup_steps, self.local_doubling, self.local_limit, aligned)
+        ends = [start for start, _ in phases[1:]] + [max(steps, phases[-1][0])]
+        for (start, interval), end in zip(phases, ends, strict=True):
+            origin = 0 if aligned else start
+            if steps > start:
+                synced += (min(end, steps) - origin) // interval - (start - origin) // interval
+        return RoundCounts(steps, dense, synced - dense if aligned else synced, steps - synced)
 
 
 def bits(rounds: RoundCounts, wire: int) -> float:

@@ -131,13 +131,9 @@ def test_the_schedule_by_counting(aligned):
         oracle = Reference(
             torch.zeros(1), 1, warmup=warmup, kappa=kappa, doubling=doubling, limit=limit, deepspeed=aligned
         )
-        counted = {"variance": 0, "onebit": 0, "sync": 0}
         for step in range(1, 200):
             oracle.steps = step
             oracle.rounds_now()
-            counted = {name: counted[name] + oracle.had[name] for name in counted}
-            found = schedule.rounds(step, warmup, kappa, doubling, limit, aligned)
-            assert found == schedule.RoundCounts(step, counted["variance"], counted["onebit"], step - counted["sync"])
             assert oracle.had["variance"] == (step in schedule.variance_steps(warmup, kappa, aligned))
             assert oracle.had["sync"] == schedule.sync(step, warmup, doubling, limit, aligned), (step, warmup)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from birder.optim import zero_one_schedule as schedule
 from experiments.records.record import ROOT
@@ -10,6 +11,7 @@ from experiments.report import volume
 from launch.errors import UserError
 from studies import volume as cli
 from tests.helpers.commands import refused
+from tests.helpers.reference_zero_one_adam import ZeroOneAdam as Reference
 
 SETTING = volume.VolumeSchedules()
 
@@ -56,6 +58,23 @@ def test_rounds_of_the_published_rule():
     )
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+def test_rounds_by_counting(aligned: bool):
+    """Closed forms against the reference's counters, with a limit that is no power of two as well."""
+    for warmup, kappa, doubling, limit in ((12, 3, 11, 4), (40, 1, 7, 16), (1, 1, 1, 16), (9, 16, 5, 6), (7, 2, 3, 1)):
+        setting = volume.VolumeSchedules(kappa, warmup, doubling, limit)
+        oracle = Reference(
+            torch.zeros(1), 1, warmup=warmup, kappa=kappa, doubling=doubling, limit=limit, deepspeed=aligned
+        )
+        counted = {"variance": 0, "onebit": 0, "sync": 0}
+        for step in range(1, 200):
+            oracle.steps = step
+            oracle.rounds_now()
+            counted = {name: counted[name] + oracle.had[name] for name in counted}
+            wanted = volume.RoundCounts(step, counted["variance"], counted["onebit"], step - counted["sync"])
+            assert setting.rounds(step, aligned) == wanted
+
+
 def test_the_known_reductions():
     r = SETTING.rounds(118_000, True)
     assert volume.against_adam(r, 16) == pytest.approx(25.9, abs=0.05)
@@ -68,7 +87,7 @@ def test_the_known_reductions():
 
 
 def test_volume_by_hand():
-    r = schedule.RoundCounts(steps=100, dense=5, onebit=60, skipped=40)
+    r = volume.RoundCounts(steps=100, dense=5, onebit=60, skipped=40)
     assert volume.bits(r, 16) == 5 * 16 + 60
     assert volume.against_adam(r, 32) == 3200 / (5 * 32 + 60)
     assert volume.onebit_adam_bits(100, 20, 16) == 20 * 16 + 80
