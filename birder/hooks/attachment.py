@@ -17,17 +17,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from birder.comm import (
-    ByteCounter,
-    Collectives,
-    Pipeline,
-    Requests,
-    StreamPipeline,
-    ThreadPipeline,
-    Topology,
-    Union,
-    run,
-)
+from birder.comm import Collectives, Pipeline, Requests, StreamPipeline, ThreadPipeline, Topology, Union, run
 from birder.comm.collectives import backend_for, gather_numbers
 from birder.comm.groups import give_back
 from birder.comm.launcher import Said, said
@@ -70,7 +60,7 @@ class Attachment(NotCopied):
     """Whether ranks have compared their steps once."""
 
     def __post_init__(self) -> None:
-        self.counter: ByteCounter = self.link.counter
+        self.counter = self.link.counter
         self.pipeline = self.optimizer.pipeline
         self.optimizer._in_backward = self.overlap and self.communicate and self.optimizer.compressed
         # Models are dropped without a word to anyone, as with torch's own hooks.

@@ -35,17 +35,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from birder.comm import (
-    AllGather,
-    AllToAll,
-    Collectives,
-    GatherShards,
-    GatherWorkers,
-    Mean,
-    Requests,
-    ShardMean,
-    WorkerMean,
-)
+from birder.comm import AllGather, AllToAll, GatherShards, GatherWorkers, Mean, Requests, ShardMean, WorkerMean
+from birder.comm.collectives import Collectives
 from birder.optim.block_codes import decode, encode
 from birder.optim.checks import pair, require, require_choice, require_fraction, require_number, require_whole
 from birder.optim.contract import WIRES
