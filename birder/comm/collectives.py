@@ -31,8 +31,6 @@ OUTSIDE, OUTSIDE_TAGS = TASKS * CALLS, 1 << 20
 
 FEW = 512
 """Bytes of flags up to which sending all of them to every peer takes less time than a collective more."""
-
-
 OWN = 1 << 32
 """Groups that are made here have numbers above those that torch gives."""
 

@@ -20,8 +20,6 @@ from birder.kernels.bits import round_up
 
 SEGMENT = 1 << 20
 """Bytes of the largest segment of gloo's ring."""
-
-
 Posted = dict[int, tuple[list[Tensor], Tensor]]
 """Of one exchange of a group, by place in the group; empty once all have posted, and everything has been copied."""
 

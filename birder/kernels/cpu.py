@@ -29,8 +29,6 @@ from birder.kernels.reference import (
 
 assert TILE == BLOCK  # a tile's sum is a block's sum
 NONE, NO_MASK = np.empty(0, np.float32), np.empty(0, np.uint8)
-
-
 BYTES = 4096
 """Bytes of bits that `_copied` works on at a time: drawing and copying take turns."""
 

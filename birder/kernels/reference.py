@@ -54,8 +54,6 @@ from birder.kernels.philox import (
 )
 
 HALF_RANGE = 32768.0  # 2^15: maps u in [-1, 1] to a threshold in [0, 2^16], exact to 2^-17 in probability
-
-
 BLOCK = 1024
 """Numbers that `tree_sum` adds up to one, level by level."""
 UNITS = {1: 127, 2: 63}

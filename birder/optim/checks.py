@@ -15,8 +15,6 @@ LARGEST = torch.finfo(torch.float32).max
 """Beyond it a number is infinite in the arithmetic of a step."""
 MOST = 2**63 - 1
 """Of a whole number that torch can hold."""
-
-
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
@@ -113,8 +111,6 @@ USUAL: dict[str, Callable[[str, Any], Any]] = {
     "nesterov": require_flag,
 }
 """Hyper-parameters that mean the same in all methods, and what checks them."""
-
-
 MEANS_MORE = ("betas", "momentum", "dampening", "nesterov", "weight_decay", "amsgrad", "maximize")
 """What parameter groups of torch's optimizers may hold, and what trains otherwise without it."""
 

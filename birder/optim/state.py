@@ -35,8 +35,6 @@ EMPTIED = (
     "optimizer.state cannot be replaced or emptied, its tensors are views of this optimizer's buffers: change them in place; "
     "to begin afresh load a state_dict that was saved before the first step, or build a new optimizer and model wrapper"
 )
-
-
 ALONE = (
     "optimizer.averaged() waits for the models of other ranks: every rank has to enter it, also those that do not evaluate "
     "or save"

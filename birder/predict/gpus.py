@@ -128,8 +128,6 @@ GPUS: dict[str, GPU] = {
 RTX: products with sums in fp32, which training uses; PCIe: one way, of 16 lanes. `relative` of A100, H100, H200 and B200:
 rates of matrix products that were measured (github.com/stas00/ml-engineering, compute/accelerator); of V100: the
 profile of BERT-Large (experiments/cells/claimed.py); of others it is not known."""
-
-
 WORDS = {
     *("", "nvidia", "geforce", "tesla", "quadro", "tensor", "core", "gpu", "graphics", "card"),
     *("hbm2", "hbm2e", "hbm3", "hbm3e"),

@@ -13,8 +13,6 @@ from birder.predict.gpus import nearest
 
 LOW_RANK_RATE = 2
 """PowerSGD compresses a matrix where this saves more than this factor: torch's default."""
-
-
 WARM = 0.15
 """Share of a run that 1-bit Adam and 1-bit LAMB begin with in dense steps: the least that their papers take."""
 
@@ -291,8 +289,6 @@ DEFAULT = (
     "none",
 )
 """Methods of a table when none are named; hierarchical ones where a node has several ranks."""
-
-
 DENSE = ("sgdm", "sgdm_nesterov", "adamw", "bertadam", "lamb", "muon")
 """Optimizers that send what DDP sends: rows by wire, not by optimizer."""
 
