@@ -78,16 +78,14 @@ def refuse_clipping(accelerator: Accelerator) -> None:
     accelerator._birder_refuses = True
     by_norm, by_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
-    def taken(parameters: list[Tensor]) -> BucketOptimizer | None:
-        for attachment in open_attachments():
-            method = attachment.optimizer
-            if every_rank.clips_in_vain(method, attachment.overlap) and any(map(method.holds, parameters)):
-                return method
-        return None
+    def taken(parameters: Iterable[Tensor] | Tensor) -> tuple[list[Tensor], BucketOptimizer | None]:
+        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        methods = [a.optimizer for a in open_attachments() if every_rank.clips_in_vain(a.optimizer, a.overlap)]
+        return several, next((method for method in methods if any(map(method.holds, several))), None)
 
     def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
-        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if (method := taken(several)) is None:
+        several, method = taken(parameters)
+        if method is None:
             return by_norm(several, max_norm, norm_type)
         if max_norm != math.inf:
             raise RuntimeError(every_rank.no_clipping(method, max_norm))
@@ -95,8 +93,8 @@ def refuse_clipping(accelerator: Accelerator) -> None:
         return torch.nn.utils.get_total_norm([p.grad for p in several if p.grad is not None], norm_type)
 
     def clip_grad_value_(parameters: Iterable[Tensor] | Tensor, clip_value: float) -> Any:
-        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if (method := taken(several)) is not None:
+        several, method = taken(parameters)
+        if method is not None:
             raise RuntimeError(every_rank.no_clipping(method))
         return by_value(several, clip_value)
 
