@@ -94,8 +94,7 @@ class VirtualRanks:
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._place: dict[Tensor, int] = {p: i for i, p in enumerate(self._params)}
         self._equal = self.size // len(self._bound)  # ranks that one optimizer stands for
-        kept = [[p.detach().clone() for p in self._params] for _ in self._bound]
-        self._values = kept * self._equal
+        self._values = [[p.detach().clone() for p in self._params] for _ in self._bound] * self._equal
         self._grads: list[list[Tensor | None]] = [[None] * len(self._params) for _ in range(self.size)]
         self._buffers = list(model.buffers())
         self._start = [b.detach().clone() for b in self._buffers]

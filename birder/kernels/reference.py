@@ -305,8 +305,7 @@ def write_signs(out: Tensor, messages: Tensor, mask: Tensor | None) -> None:
 
 def average_signs(rows: Tensor, scales: Tensor) -> Tensor:
     """(1/n) sum_i scales[i] * (+-1): uint8[n, c], fp32[n] -> fp32[8c], summed in the order of the workers."""
-    n = rows.shape[0]
-    weights = scales / n
+    weights = scales / len(rows)
     total = torch.zeros(8 * rows.shape[1], dtype=torch.float32, device=rows.device)
     for row, weight in zip(rows, weights, strict=True):
         total.add_(torch.where(unpack(row).bool(), weight, -weight))

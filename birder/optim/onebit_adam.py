@@ -74,8 +74,7 @@ class OneBitAdam(OneBitMethod):
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         self.note_lost(unit, grad, step)
         beta1, m = unit.group["betas"][0], unit.state["m"][self.support(unit).shard]
-        g = yield ShardMean(grad)
-        unit.result = yield from self.onebit_momentum_mean(unit, g, m, beta1)  # (1)-(4)
+        unit.result = yield from self.onebit_momentum_mean(unit, (yield ShardMean(grad)), m, beta1)  # (1)-(4)
 
     def update(self, step: int, plan: Plan) -> None:
         for unit in self.units:

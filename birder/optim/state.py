@@ -125,8 +125,7 @@ class MethodState(Method):
     def average_parameters(self, counted: bool = True) -> Requests[None]:
         """Replaces the parameters by their mean over all ranks."""
         for unit in self.units:
-            mean = yield Mean(self.flat_parameters(unit), counted=counted)
-            torch._foreach_copy_(unit.params, unit.views(mean))
+            torch._foreach_copy_(unit.params, unit.views((yield Mean(self.flat_parameters(unit), counted=counted))))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

@@ -295,9 +295,9 @@ def _step(
     found = items_of(round_, timeline, layout)
     for item in found:
         program(item, round_, method, cluster, costs, layout)
-    ready = max(g.ready_ms for g in timeline.gradients)
-    compute = max(timeline.step_ms, ready)
-    moments = [*(g.ready_ms for g in timeline.gradients), compute] if layout.shared else []
+    ready = [g.ready_ms for g in timeline.gradients]
+    compute = max(timeline.step_ms, *ready)
+    moments = [*ready, compute] if layout.shared else []
     busy = run(found, cluster.between.burst_ms, moments)
     compute = busy.pop("backward", compute)
     last = max(found, key=lambda item: item.end)
