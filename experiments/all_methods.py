@@ -146,7 +146,7 @@ def all_methods(plan: MethodsRequest, methods: Sequence[str] | None) -> int:
     rates = [[f"optimizer.lr={min(row.rates):g}"] if row.rates else [] for row in rows]
     timed = [plan.compose(row, *TIMING, *rate) for row, rate in zip(rows, rates, strict=True)]
     apart(timed)
-    study = Study(EXP, resolved["results_dir"], dry_run=plan.dry_run)
+    study = Study(EXP, resolved["results_dir"], (), resolved, plan.dry_run)
     grid = SweepQueue(plan.rows(rows), study, plan.overrides, EXP, patient=False)
     if plan.dry_run:
         grid.list()

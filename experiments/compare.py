@@ -183,7 +183,7 @@ def _part(overrides: list[str], methods: list[str], show: Callable[[str, str], l
     """One comparison of a paper, unless it is recorded: then it is shown again. Returns as `compare`."""
     made = variants(compose.compose(overrides), methods)
     first = compose.resolve(made[0])
-    study = Study(first["exp"], first["results_dir"])
+    study = Study(first["exp"], first["results_dir"], config=first)
     if first["cluster"]["dry_run"] or (group := study.together(made)) is None:
         return compare(overrides, methods, show)
     say(f"{study.exp}: recorded as {group}; results_dir=FOLDER measures it again")

@@ -66,7 +66,7 @@ def sweep(
         tuple(o for o in row.overrides if not o.startswith(("optimizer.", "seed="))): row for row in rows
     }.values():
         compose.check(compose.compose([*row.overrides, *given]))
-    study = Study(exp, first["results_dir"], others, dry_run=dry_run)
+    study = Study(exp, first["results_dir"], others, first, dry_run)
     grid = SweepQueue(rows, study, given, wandb_group, waits=first["cluster"].get("wait", True))
     if dry_run:
         grid.list()

@@ -181,7 +181,7 @@ def tune_all(request: TuneRequest) -> int:
             raise UserError("tuning is of accuracies and needs real data: give data.path=ROOT")
         if not resolved[name]["workload"].get("held_out"):
             raise UserError("rates are chosen by a part of the training data that is held out: give held_out=N")
-    runs = Study(first["exp"], first["results_dir"], dry_run=request.dry_run)
+    runs = Study(first["exp"], first["results_dir"], (), first, request.dry_run)
     if not request.dry_run:
         start.check_results(first)
     tuned = [tune(request, name, runs) for name in request.optimizers]

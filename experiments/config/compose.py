@@ -30,6 +30,7 @@ from experiments.config import explain as messages
 from experiments.config import hparams, resolvers, rules, same_run, schedules, validate
 from experiments.config.construct import WORKER as WORKER  # passed on, as `launcher` and `workload` are
 from experiments.config.construct import check_classes
+from experiments.config.construct import data as data
 from experiments.config.construct import launcher as launcher
 from experiments.config.construct import workload as workload
 from experiments.config.data_files import CONF
@@ -206,6 +207,7 @@ def make_spec(composed: Composed, *, group: str | None = None) -> RunSpec:
     A run with `run_name` lives in the directory of that name; with resume=auto it keeps the id it was given first.
     """
     resolved = resolve(composed)
+    resolved["data"] = data(resolved)
     exp = resolved["exp"]
     run_id = new_name(exp, labels.slug(resolved))
     run_dir = Path(resolved["output_dir"]) / exp / (resolved["run_name"] or run_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from experiments.config import validate
 from experiments.config.kinds import shown
 from experiments.config.schema_optimizer import OPTIMIZERS
 from experiments.records import record
+from experiments.workloads.files import fingerprint
 from launch.base import Launcher
 from launch.errors import UserError, refused
 from launch.words import one_line
@@ -30,6 +32,19 @@ def workload(resolved: dict[str, Any]) -> Workload:
     made = _construct(resolved["workload"], "workload", Workload)
     made.check()
     return made
+
+
+def data(resolved: dict[str, Any]) -> dict[str, Any]:
+    """The section `data`, with `files`: the fingerprint of what the workload reads at data.path, of which records keep the
+    last component alone. Without it where that is nothing, or cannot be read, which the run itself will say."""
+    from experiments.workloads.base import Workload
+
+    found = dict(resolved["data"])
+    if found["path"] is not None:
+        with contextlib.suppress(UserError, OSError):
+            if files := _construct(resolved["workload"], "workload", Workload).data_files():
+                found["files"] = fingerprint(files)
+    return found
 
 
 def launcher(resolved: dict[str, Any]) -> Any:

@@ -50,6 +50,8 @@ FREE = (
     "train.timing_warmup",
 )
 _OF_THE_WORLD = ("cluster.nodes", "cluster.ranks_per_node")
+_FILES = "data.files"
+"""Compared only where both know it (`data` of construct.py): runs that are older do not."""
 _OF_THE_CLUSTER = (*_OF_THE_WORLD, "cluster.backend")
 
 
@@ -94,14 +96,14 @@ def go_on(run_dir: Path, resolved: dict[str, Any]) -> str:
     changed = differences(then_config, resolved)
     unasked = [change for change in changed if not (resized and change[0] in _OF_THE_WORLD)]
     if unasked and not (saved and resolved["resume_allow_config_change"]):
-        key, old, new = unasked[0]
+        key, old, new = min(unasked, key=lambda change: change[0] == _FILES)
+        was = f"{key} was {_short(old)}, now it is {_short(new)}"
+        if key == _FILES:
+            was = "the files at data.path are others than it began with"
         more = f" (and {len(unasked) - 1} more)" if len(unasked) > 1 else ""
         # A run that has ended without a checkpoint cannot continue, however much is allowed.
         otherwise = "continue anyway with resume_allow_config_change=true" if saved else "choose another run_name"
-        raise UserError(
-            f"cannot resume {str(run_dir)[-80:]}: {key} was {_short(old)}, now it is {_short(new)}{more}: "
-            f"set it as it was, or {otherwise}"
-        )
+        raise UserError(f"cannot resume {str(run_dir)[-80:]}: {was}{more}: set it as it was, or {otherwise}")
     if before or changed:
         resolved |= {CHANGED: [*before, *changed], "resume_allow_config_change": True}
     return earlier.id
@@ -115,6 +117,8 @@ def changed_midway(config: dict[str, Any]) -> bool:
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[list[Any]]:
     """[key, then, now] for all keys in which two configurations differ that change the trajectory; None: not there."""
     old, new = BEFORE | flatten(then), BEFORE | flatten(now)
+    if None in (old.get(_FILES), new.get(_FILES)):
+        old[_FILES] = new[_FILES] = None
     keys = sorted(k for k in {*old, *new} if k in _OF_THE_CLUSTER or not within(k, FREE))
     return [[k, old.get(k), new.get(k)] for k in keys if old.get(k) != new.get(k)]
 

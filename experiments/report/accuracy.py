@@ -219,13 +219,21 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
                 members.append(r)
     made = []
     for setting, every in settings.items():
-        for model, runs in by_workload(every).items():
-            of_model = setting._replace(workload=model)
+        models = by_workload(every).items()
+        for model, files, runs in ((model, *one) for model, of in models for one in by_files(of).items()):
+            of_model = setting._replace(workload=model, data=setting.data + files)
             made += [(of_model, _cells(of), against) for against, of in _by_comparison(runs)]
     made.sort(key=lambda one: (one[2] != "", one[0]))  # first studies have the first slugs
     shown = [one for one in made if any(cell.valid for cell in one[1])]
     slugs = numbered(f"{s.exp}_{s.scale}_{s.nodes}x{s.ranks_per_node}" for s, *_ in shown)
     return [AccuracyTable(slug, *one) for slug, one in zip(slugs, shown, strict=True)]
+
+
+def by_files(records: Sequence[ResultRecord]) -> dict[str, list[ResultRecord]]:
+    """Runs by the files of their data where these differ: two folders of one name. Older runs do not know theirs."""
+    files = {r.id: (r.config.get("data") or {}).get("files") for r in records}
+    several = len(set(files.values()) - {None}) > 1
+    return grouped(records, lambda r: f" (files {files[r.id][:8]})" if several and files[r.id] else "")
 
 
 def _asked(r: ResultRecord) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from launch import hosts, lock
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
-from launch.words import say
+from launch.words import count, say
 
 RECORDED, TO_RUN = "recorded", "to run"
 UNDECIDED = "its learning rates are not all recorded"
@@ -127,6 +127,8 @@ class Study:
     """The runs of one experiment.
 
     results_dir: where runs are recorded. others: folders whose records count too; nothing is written there.
+    config:      of one of the runs, resolved: records of the same workload that read other files at its data.path do not
+                 count.
     dry_run:     run nothing, say what would be.
     known:       the latest record of each run, a good one before any other.
     failed:      runs that failed otherwise than by their loss. todo: runs that were not recorded.
@@ -135,22 +137,38 @@ class Study:
     exp: str
     results_dir: str
     others: Sequence[Path] = ()
+    config: dict[str, Any] = field(default_factory=dict)
     dry_run: bool = False
     known: dict[Hashable, ResultRecord] = field(default_factory=dict)
     failed: int = 0
     todo: int = 0
 
     def __post_init__(self) -> None:
-        self.read()
+        own = {"data": compose.data(self.config), "workload": self.config["workload"]} if self.config else {}
+        self._own = privacy.clean(own, Path.cwd())
+        if others := self.read():
+            say(f"{count(others, 'record')} of other files at {self.config['data']['path']}: not counted")
 
-    def read(self) -> None:
-        """Takes in all records there are."""
+    def read(self) -> int:
+        """Takes in all records there are. Returns how many do not count because of their data."""
+        others = 0
         folders = [folder for folder in (*self.others, Path(self.results_dir)) if folder.is_dir()]
         for r in (r for folder in folders for r in record.read_all(folder)):
             if r.exp == self.exp and not changed_midway(r.config):
+                if self._reads_others(r.config):
+                    others += 1
+                    continue
                 name = asked(r.overrides, r.nodes)
                 if r.status == "completed" or name not in self.known or self.known[name].status != "completed":
                     self.known[name] = r
+        return others
+
+    def _reads_others(self, config: dict[str, Any]) -> bool:
+        """Whether a run has read other files than those that lie at the same data.path now."""
+        if not self._own or config.get("workload") != self._own["workload"]:
+            return False
+        theirs, mine = config.get("data") or {}, self._own["data"]
+        return theirs.get("path") == mine["path"] and len({theirs.get("files"), mine.get("files")} - {None}) > 1
 
     def done(self, name: Hashable) -> ResultRecord | None:
         """The record of a run that need not be made again."""

@@ -78,12 +78,13 @@ def make(chosen: Sequence[Composed], group: str, attempt: int = 1) -> RunSpec:
     resolved = [compose.resolve(c) for c in chosen]
     first = resolved[0]
     check_timeline(first)
+    data = compose.data(first)
     variants: list[dict[str, Any]] = []
     for composed, config in zip(chosen, resolved, strict=True):
         name = f"{composed.choices.get('optimizer') or 'method'}-{labels.wire(config)}"
         same = sum(v["name"] == name for v in variants)
         mine = f"{run_id}-{name}" + (f".{same + 1}" if same else "")
-        about = {"command": composed.command, "overrides": list(composed.overrides), "config": config}
+        about = {"command": composed.command, "overrides": list(composed.overrides), "config": {**config, "data": data}}
         variants.append({"id": mine, "name": name, **about})
     return world(first, variants, group, run_id)
 

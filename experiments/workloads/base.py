@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -68,6 +69,13 @@ class Workload(ABC):
 
         Must not import torchvision, transformers or datasets, nor read whole files.
         """
+
+    def data_files(self) -> Sequence[Path]:
+        """What it reads at `data.path`: files, or folders. Their content tells apart two data sets of one name.
+
+        Default: nothing, as for data that are the same everywhere.
+        """
+        return ()
 
     @abstractmethod
     def prepare(self, shard: Shard) -> None:

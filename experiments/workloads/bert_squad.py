@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,9 @@ class BertSquad(Bert):
         if self._from_files:
             self._file("train")
             self._file("dev")
+
+    def data_files(self) -> Sequence[Path]:
+        return [self._file(split) for split in ("train", "dev") if self._from_files]
 
     def prepare(self, shard: Shard) -> None:
         train = self._questions("train", self.train_questions)

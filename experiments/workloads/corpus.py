@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,9 @@ class Corpus(Transformer):
         super().check()
         if self.data_path is not None:
             text_files(self.data_path, self.texts or ())
+
+    def data_files(self) -> Sequence[Path]:
+        return text_files(self.data_path, self.texts or ()) if self.data_path is not None else ()
 
     def prepare(self, shard: Shard) -> None:
         lines = self.lines()

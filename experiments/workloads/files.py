@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +12,31 @@ from launch.errors import UserError
 
 Read = TypeVar("Read")
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+SIZES, HEAD = 8, 4096
+"""Of a folder's files, evenly spread, the sizes of so many and a few more count, and so many first bytes of the first one:
+ImageNet has more than a million."""
+
+
+def fingerprint(paths: Iterable[Path]) -> str:
+    """What tells apart two data sets of one name, and is the same of a copy elsewhere: from the names of all files in these
+    folders, or of these files, and some sizes and bytes. Hidden ones do not count. Raises OSError."""
+    found = hashlib.sha256()
+
+    def look(folder: str | Path, inside: str, names: Iterable[str]) -> None:
+        files = sorted(name for name in names if not name.startswith("."))
+        sizes = [os.stat(os.path.join(folder, name)).st_size for name in files[:: max(1, len(files) // SIZES)]]
+        found.update(repr((inside, files, sizes)).encode())
+        if files:
+            with open(os.path.join(folder, files[0]), "rb") as first:
+                found.update(first.read(HEAD))
+
+    for path in paths:
+        if path.is_file():
+            look(path.parent, "", [path.name])
+        for folder, folders, names in os.walk(path, followlinks=True):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            look(folder, os.path.join(path.name, os.path.relpath(folder, path)), names)
+    return found.hexdigest()[:16]
 
 
 def existing_dir(path: str | Path, what: str) -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,10 @@ class Glue(Bert):
         if self.data_path is not None:
             find_file(self.data_path, self.about, "train")
             find_file(self.data_path, self.about, "dev")
+
+    def data_files(self) -> Sequence[Path]:
+        root = self.data_path
+        return [find_file(root, self.about, split) for split in ("train", "dev") if root is not None]
 
     def prepare(self, shard: Shard) -> None:
         train = self._examples("train", self.train_examples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,9 @@ class ImageFolder(SmallImages):
 
     def check_files(self) -> None:
         image_folders(str(self.data_path))
+
+    def data_files(self) -> Sequence[Path]:
+        return image_folders(str(self.data_path))
 
     def read(self) -> tuple[Split, Split]:
         train, test = image_folders(str(self.data_path))

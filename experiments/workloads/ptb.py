@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,9 @@ class PennTreebank(Workload):
             return
         for split in ("train", "valid"):
             self._file(split)
+
+    def data_files(self) -> Sequence[Path]:
+        return [self._file(split) for split in ("train", "valid") if self.data_path is not None]
 
     def prepare(self, shard: Shard) -> None:
         if self.data_path is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,9 @@ class ResNet50(Shuffled):
             image_folders(self.data_path)
         elif not self.allow_synthetic:
             raise no_synthetic("a folder with ImageNet's train/ and val/")
+
+    def data_files(self) -> Sequence[Path]:
+        return image_folders(self.data_path) if self.data_path is not None else ()
 
     def prepare(self, shard: Shard) -> None:
         if self.data_path is None:

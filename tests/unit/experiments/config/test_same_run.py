@@ -104,3 +104,19 @@ def test_without_a_checkpoint_nothing_is_gone_on_with(tmp_path: Path) -> None:
     at = ["+exp=digits", f"output_dir={tmp_path}", "run_name=mine"]
     compose.make_spec(compose.compose(at)).save()
     assert compose.make_spec(compose.compose([*at, "resume=auto", "seed=7"])).config["seed"] == 7
+
+
+def test_a_run_is_not_resumed_with_other_data_of_the_same_name(tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.txt").write_text("a text")
+    at = ["+exp=ptb", f"data.path={tmp_path}", f"output_dir={tmp_path}", "run_name=mine", "resume=auto"]
+    spec = compose.make_spec(compose.compose(at))
+    spec.save()
+    (spec.path / "checkpoints/step-00000010").mkdir(parents=True)
+    assert compose.make_spec(compose.compose(at)).id == spec.id
+    (tmp_path / "train.txt").write_text("another text")
+    with pytest.raises(UserError, match=r"the files at data\.path are others than it began with"):
+        compose.make_spec(compose.compose(at))
+    then, now = compose.resolve(compose.compose(at)), compose.resolve(compose.compose(at))
+    now["data"]["files"] = "0" * 16
+    assert same_run.differences(then, now) == []  # a run that is older than the key

@@ -238,3 +238,29 @@ def test_published_runs_count_where_they_are_asked_for(
     assert said.splitlines()[-1] == "2 runs to do, 2 recorded"
     assert said.count(study.NOT_BEST) == 2  # chosen by the published runs
     assert not results.exists()
+
+
+def test_two_folders_of_one_name_are_not_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records keep a folder's last name alone, and so tell apart by its files which one a run has read."""
+    typed = ["+exp=digits", "workload=ptb", "optimizer=sgdm"]
+    places = [tmp_path / folder / "text" for folder in ("a", "b")]
+    for place, text in zip(places, ("one text", "another text"), strict=True):
+        place.mkdir(parents=True)
+        for split in ("train", "valid"):
+            (place / f"{split}.txt").write_text(text)
+
+    def known(place: Path) -> bool:
+        given = [*typed, f"data.path={place}"]
+        config = compose.resolve(compose.compose(given))
+        return study.Study("digits", str(tmp_path), config=config).done(study.asked(given)) is not None
+
+    spec = compose.make_spec(compose.compose([*typed, f"data.path={places[0]}", f"output_dir={tmp_path}"]))
+    made = record.from_spec(spec)
+    record.write(made, tmp_path)
+    assert known(places[0])
+    assert not known(places[1])
+    assert f"1 record of other files at {places[1]}: not counted" in capsys.readouterr().out
+    del made.config["data"]["files"]  # one that is older
+    record.write(made, tmp_path)
+    assert known(places[0])
+    assert known(places[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from experiments.workloads.base import Shard
 from experiments.workloads.cifar100 import Cifar100
 from experiments.workloads.digits import Digits
 from experiments.workloads.fashion_mnist import FashionMNIST
+from experiments.workloads.files import fingerprint
 from experiments.workloads.image_folder import ImageFolder
 from experiments.workloads.ordering import fixed_choice, generator
 from experiments.workloads.resnet50 import ResNet50
@@ -97,6 +99,23 @@ def test_held_out_images_of_imagenet_are_not_trained_on_and_have_an_accuracy(tmp
     assert found == {**whole.evaluate(Last(), Shard()), "held_out": pytest.approx(100 * (6 - trained) / 5)}
     with pytest.raises(UserError, match="held_out=12 leaves nothing of 12"):
         ResNet50(root, image_size=32, held_out=12).prepare(Shard())
+
+
+def test_a_copy_of_a_data_set_is_the_same_and_another_of_its_name_is_not(tmp_path: Path) -> None:
+    root = image_folder(tmp_path / "a" / "images", train=20, val=2)
+    copy = shutil.copytree(root, tmp_path / "b" / "images")
+    (copy / "train" / ".DS_Store").write_text("hidden")
+
+    def known(path: Path) -> str:
+        return fingerprint(ImageFolder(data_path=str(path)).data_files())
+
+    first = known(root)
+    assert known(copy) == first
+    moved = copy / "train" / "class1" / "9.png"
+    moved.rename(moved.with_name("other.jpg"))
+    assert known(copy) != first
+    text = tmp_path / "text.txt"
+    assert len({fingerprint([text]) for content in ("one", "two", "three") if text.write_text(content)}) == 3
 
 
 def test_a_part_of_an_image_folder_is_chosen_before_anything_is_decoded(tmp_path: Path) -> None:
