@@ -2,7 +2,8 @@
 
 Moves their records and curves from results/local to results/published. Then brings the tables and plots of both up to date.
 Only runs of committed code are evidence: a group with a run of uncommitted code is refused. Afterwards, commit
-results/published. Exit status: 0 success; 2 bad input, nothing was moved.
+results/published. A later record takes the place of a published one of the same name, with a line that says so; an older one
+is refused. Exit status: 0 success; 2 bad input, nothing was moved.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from experiments import tables
 from experiments.records.record import LOCAL, PUBLISHED, ResultRecord, place, read_all, write_file
 from experiments.runs import command
 from launch.errors import UserError
+from launch.words import say
 
 
 def chosen(own: Path, group: str | None, exp: str | None) -> list[ResultRecord]:
@@ -45,12 +47,21 @@ def publish(own: Path, published: Path, group: str | None = None, exp: str | Non
     if own.resolve() == published.resolve():
         raise UserError(f"--results and --published are the same folder, {published}: there is nothing to move")
     found = chosen(own, group, exp)
-    read_all(published)  # else the tables, which come last, would be the first to find what is broken there
+    # Read before anything is moved: else the tables, which come last, would be the first to find what is broken there.
+    there = {r.id: r for r in read_all(published)}
+    replaced = [(there[r.id], r) for r in found if r.id in there and there[r.id] != r]
+    for old, new in replaced:
+        if old.time >= new.time:
+            raise UserError(
+                f"{new.id} is published already, of {old.time}, and another one in {own} of {new.time}: remove one"
+            )
     names = [name for r in found for name in (r.curve, f"records/{r.id}.json") if name is not None]
     for name in names:  # all are there before any goes; a record comes after its curve
         write_file(published / name, (own / name).read_bytes(), "published file")
     for name in reversed(names):
         (own / name).unlink()
+    for old, new in replaced:
+        say(f"{old.id}: what was published of {old.time} is replaced by that of {new.time}")
     for folder in (published, own):
         tables.write(folder)
     return [place(published, r.id) for r in found]

@@ -104,6 +104,26 @@ def test_a_record_that_was_renamed_is_one_line(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "published").exists()
 
 
+def test_what_is_published_is_replaced_by_what_is_later_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cells of a suite, and runs that were resumed, keep their names."""
+    old = dataclasses.replace(run("Birder", 1.0), git=CLEAN, time="2026-01-01T00:00:00Z")
+    new = dataclasses.replace(run("Birder", 2.0), git=CLEAN, time="2026-01-02T00:00:00Z")
+    own, there = save(tmp_path / "local", new), save(tmp_path / "published", old)
+    assert command(own, there, "g") == 0
+    assert record.read(record.place(there, old.id)) == new
+    assert f"{old.id}: what was published" in capsys.readouterr().out
+    for wrong in (old, dataclasses.replace(new, timing={})):
+        save(own, wrong)
+        before = files(tmp_path)
+        refused(lambda given: command(own, there, *given), ["g"], "published already", capsys)
+        assert files(tmp_path) == before
+    save(own, new)  # the same once more, as after an interruption
+    assert command(own, there, "g") == 0
+    assert not record.place(own, new.id).exists()
+
+
 def test_a_folder_is_not_published_to_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It would be emptied: what is copied onto itself is then removed."""
     own = save(tmp_path / "local", *clean_group())
