@@ -31,7 +31,7 @@ from experiments.records import labels
 from experiments.report import speedup_table, tables
 from experiments.report.table import Table
 from experiments.runs import command, start
-from experiments.runs.study import Study
+from experiments.runs.study import Study, jobs
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import calibrate, plan
 from launch.errors import UserError
@@ -184,7 +184,12 @@ def _part(overrides: list[str], methods: list[str], show: Callable[[str, str], l
     made = variants(compose.compose(overrides), methods)
     first = compose.resolve(made[0])
     study = Study(first["exp"], first["results_dir"], config=first)
-    if first["cluster"]["dry_run"] or (group := study.together(made)) is None:
+    if first["cluster"]["dry_run"]:
+        return compare(overrides, methods, show)
+    if (group := study.together(made)) is None:
+        if not first["cluster"].get("wait", True) and (waiting := jobs(made)):
+            say(f"{study.exp}: not submitted again, SLURM's jobs have not ended: {', '.join(waiting)}")
+            return 0
         return compare(overrides, methods, show)
     say(f"{study.exp}: recorded as {group}; results_dir=FOLDER measures it again")
     show(study.results_dir, group)

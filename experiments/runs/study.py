@@ -33,6 +33,8 @@ from launch import hosts, lock
 from launch.errors import UserError
 from launch.failure import RunFailed
 from launch.process import Stopped
+from launch.slurm import job as slurm_job
+from launch.spec import RunSpec
 from launch.words import count, say
 
 RECORDED, TO_RUN = "recorded", "to run"
@@ -97,6 +99,21 @@ def refuse_not_waiting(resolved: dict[str, Any]) -> None:
     """Raises UserError where runs are not waited for and it depends on what they come to which are made next."""
     if not resolved["cluster"].get("wait", True):
         raise UserError("cluster.wait=false would choose learning rates before their runs have ended: leave it true")
+
+
+def jobs(composed: Sequence[Composed]) -> list[str]:
+    """SLURM's jobs that make some of these runs and have not ended. Raises UserError."""
+    resolved = compose.resolve(composed[0])
+    names, found = {asked(c.overrides) for c in composed}, []
+    for script in Path(resolved["output_dir"], resolved["exp"]).glob("*/job.sh"):
+        with contextlib.suppress(OSError, yaml.YAMLError, TypeError, KeyError):  # what is no run's folder any more
+            spec = RunSpec.load(script.with_name("spec.yaml"))
+            parts = spec.config.get("variants") or [{"overrides": spec.overrides}]
+            found += [spec.id] * any(asked(part["overrides"]) in names for part in parts)
+    try:
+        return slurm_job.under_way(found)
+    except slurm_job.NoController as error:
+        raise UserError(f"SLURM does not answer: {error}") from error
 
 
 # ---- how a run ended --------------------------------------------------------------------------------------------------

@@ -123,6 +123,11 @@ def state(job: str) -> State:
     return State(facts.get("JobState", ""), facts.get("Reason", "None"), int(facts.get("Restarts", 0)))
 
 
+def under_way(names: Sequence[str]) -> list[str]:
+    """The jobs of these names that have not ended. Raises NoController."""
+    return ask(["squeue", "--noheader", "--format=%i", f"--name={','.join(names)}"]).split() if names else []
+
+
 def cancel(job: str) -> bool:
     """Cancels a job and waits until its processes are gone: True. False when they are not after 90 seconds."""
     with contextlib.suppress(NoController):  # it may have ended by itself

@@ -130,7 +130,7 @@ class SlurmLauncher(Launcher):
             )
         with refused("SLURM does not answer", NoController):
             said = slurm_job.ask(["sinfo", "--all", "--noheader", "--format=%P|%D"])
-            running = slurm_job.ask(["squeue", "--noheader", "--format=%i", f"--name={spec.id}"]).split()
+            running = slurm_job.under_way([spec.id])
         if running:
             raise UserError(
                 f"job {running[0]} of this run has not ended: wait for it, or end it with scancel {running[0]}"

@@ -17,7 +17,9 @@ from experiments.config.papers import Paper, Part
 from experiments.records import labels, record
 from experiments.records.record import ROOT, ResultRecord
 from experiments.report import speedup_table, tables
+from experiments.timing import plan
 from launch.errors import UserError
+from launch.slurm import job as slurm_job
 from tests.helpers.records import run
 from tests.helpers.tiers import slow_unless
 
@@ -108,6 +110,40 @@ def test_a_part_that_is_recorded_is_shown_and_not_made_again(
     (tmp_path / "records" / "r1-0.json").unlink()
     assert compare.main(given) == 0
     assert made == [*parts, parts[0]]
+
+
+@pytest.mark.parametrize("mode", ["interleaved", "sequential"])
+def test_a_part_whose_jobs_have_not_ended_is_not_submitted_again(
+    mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With cluster.wait=false the command has returned before anything is recorded."""
+    given = ["+exp=methods_digits", "cluster=slurm", "cluster.wait=false", f"timing.mode={mode}"]
+    given += [f"output_dir={tmp_path}", f"results_dir={tmp_path}/results"]
+    made = [compose.compose(given)]
+    queued: list[str] = []
+    submitted: list[str] = []
+
+    def instead(overrides: list[str], methods: list[str], show: Any) -> int:
+        spec = plan.make(made, "g") if mode == "interleaved" else compose.make_spec(made[0])
+        spec.save()
+        (spec.path / "job.sh").touch()
+        submitted.append(spec.id)
+        queued.append(spec.id)
+        return 0
+
+    def ask(command: list[str]) -> str:
+        return "".join(f"{17 + number}\n" for number, name in enumerate(queued) if name in command[-1])
+
+    monkeypatch.setattr(compare, "variants", lambda *_: made)
+    monkeypatch.setattr(compare, "compare", instead)
+    monkeypatch.setattr(slurm_job, "ask", ask)
+    for _ in range(2):
+        assert compare._part(given, ["birder"], lambda *_: []) == 0
+    assert len(submitted) == 1
+    assert "SLURM's jobs have not ended: 17\n" in capsys.readouterr().out
+    queued.clear()  # the job has failed, and its record says so or is not there
+    assert compare._part(given, ["birder"], lambda *_: []) == 0
+    assert len(submitted) == 2
 
 
 def group() -> list[ResultRecord]:
