@@ -95,7 +95,9 @@ def compare(
     apart = plan.reason_not_interleaved([compose.resolve(variant) for variant in chosen], workloads[0].synthetic)
     start.check_results(first)
     say(start.headline(chosen[0], workloads[0]))
-    group = compose.new_name(first["exp"])
+    group, run_name = compose.new_name(first["exp"]), base.config.run_name
+    if apart is None:
+        plan.make(chosen, group, run_name=run_name)  # whether that can be is known now, before a tracker has begun
     dry_run, waits = first["cluster"]["dry_run"], first["cluster"].get("wait", True)
     with contextlib.ExitStack() as until_the_end:
 
@@ -103,7 +105,7 @@ def compare(
             return until_the_end.enter_context(TrackedComparison(chosen, group))
 
         comparison_run = tracked() if apart is None and waits and not dry_run else None
-        status, failed = in_turns(chosen, group) if apart is None else _one_by_one(chosen, group)
+        status, failed = in_turns(chosen, group, run_name) if apart is None else _one_by_one(chosen, group)
         if not waits:
             say("`make tables` prints the table once these jobs have ended; no tracker records it.")
         elif failed < len(chosen) and not dry_run:
@@ -138,12 +140,15 @@ def _one_by_one(chosen: list[Composed], group: str) -> tuple[int, int]:
     return status, failed
 
 
-def in_turns(chosen: list[Composed], group: str) -> tuple[int, int]:
-    """All in one world. Where a method breaks it, the others go on in another one. Returns as `_one_by_one`."""
+def in_turns(chosen: list[Composed], group: str, run_name: str | None = None) -> tuple[int, int]:
+    """All in one world. Where a method breaks it, the others go on in another one. Returns as `_one_by_one`.
+
+    run_name: as in `plan.make`.
+    """
     left, failed, status, attempt = chosen, 0, 0, 0
     while left:
         attempt += 1
-        spec = plan.make(left, group, attempt)
+        spec = plan.make(left, group, attempt, run_name)
         try:
             plan.launcher(spec.config).launch(spec)
         except RunFailed as error:
@@ -201,7 +206,8 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     from experiments.timing import turns
 
     rank = int(os.environ["RANK"])
-    chosen = variants(compose.compose(overrides), methods)
+    base = compose.compose(overrides)
+    chosen = variants(base, methods)
     for variant in chosen:
         workload = compose.check(variant, rank_zero=rank == 0)
     resolved = [compose.resolve(variant) for variant in chosen]
@@ -210,7 +216,7 @@ def join(overrides: list[str], methods: list[str] | None) -> int:
     group = compose.new_name(resolved[0]["exp"])
     if rank == 0:
         start.check_results(resolved[0])
-    made = plan.make(chosen, group) if rank == 0 else None
+    made = plan.make(chosen, group, run_name=base.config.run_name) if rank == 0 else None
     status = 0
     with contextlib.ExitStack() as until_the_end:
         spec = until_the_end.enter_context(start.shared(made))

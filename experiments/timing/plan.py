@@ -69,10 +69,11 @@ def _not_together(resolved: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def make(chosen: Sequence[Composed], group: str, attempt: int = 1) -> RunSpec:
+def make(chosen: Sequence[Composed], group: str, attempt: int = 1, run_name: str | None = None) -> RunSpec:
     """One run for all variants. Its id begins the ids of their records. Raises UserError.
 
     attempt: from 1; later ones are of methods that are left when another one has broken the world.
+    run_name: as the configuration has it: the first attempt's folder; None: the run's id, as for later attempts.
     """
     run_id = group if attempt == 1 else f"{group}.{attempt}"
     resolved = [compose.resolve(c) for c in chosen]
@@ -86,7 +87,12 @@ def make(chosen: Sequence[Composed], group: str, attempt: int = 1) -> RunSpec:
         mine = f"{run_id}-{name}" + (f".{same + 1}" if same else "")
         about = {"command": composed.command, "overrides": list(composed.overrides), "config": {**config, "data": data}}
         variants.append({"id": mine, "name": name, **about})
-    return world(first, variants, group, run_id)
+    made = world(first, variants, group, run_id)
+    if run_name is None or attempt > 1:
+        return made
+    if (folder := made.path.with_name(run_name)).joinpath("spec.yaml").exists():
+        raise UserError(f"{folder} holds a run already: choose another run_name")
+    return dataclasses.replace(made, run_dir=str(folder))
 
 
 def world(config: dict[str, Any], variants: list[dict[str, Any]], group: str | None, run_id: str) -> RunSpec:

@@ -78,6 +78,12 @@ def test_one_run_for_all_variants(tmp_path: Path) -> None:
     ]
     assert (spec.id, spec.group, spec.path) == ("stamp-digits-1234",) * 2 + (tmp_path / "digits" / "stamp-digits-1234",)
     assert plan.make(made, "g", attempt=2).id == "g.2"
+    named = plan.make(made, "g", run_name="mine")
+    assert (named.id, named.path) == ("g", tmp_path / "digits" / "mine")
+    assert plan.make(made, "g", attempt=2, run_name="mine").path.name == "g.2"
+    named.save()
+    with pytest.raises(UserError, match="digits/mine holds a run already: choose another run_name"):
+        plan.make(made, "g", run_name="mine")
     part = plan.spec_of(spec, spec.config["variants"][4])
     assert part.config["optimizer"]["_target_"] == "birder.Birder"
     assert "variants" not in part.config
