@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import sys
+import types
+import typing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -245,11 +248,28 @@ def read(path: str | Path) -> ResultRecord:
     for section in ("cluster", "optimizer", "train", "workload"):
         if not isinstance(content["config"], dict) or not isinstance(content["config"].get(section, {}), dict):
             raise UserError(f"{path} is not a whole record: config.{section} must be a mapping")
+    wrong = [name for name, kind in _kinds().items() if name in content and not isinstance(content[name], kind)]
+    wrong += ["status"] * (content["status"] not in ("completed", "failed"))
+    if not wrong and not isinstance(content["metric"].get("value"), int | float | None):
+        wrong = ["metric"]
+    if wrong:
+        found = " ".join(json.dumps(content[wrong[0]]).split())[:60]
+        raise UserError(f"{path} was changed by hand, or is broken: {wrong[0]} cannot be {found}")
     content["config"] = old_keys.config(content["config"])
     content["overrides"] = [old_keys.override(o) for o in content["overrides"]]
     if content["optimizer"] == "SigmaDeltaAdam":
         _as_it_was(content)
     return ResultRecord(**content)
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """Of each field the types that its value in a file may have."""
+    found = {}
+    for name, hint in typing.get_type_hints(ResultRecord).items():
+        kind = hint if isinstance(hint, types.UnionType) else typing.get_origin(hint) or hint
+        found[name] = kind | int if float in typing.get_args(hint) else kind  # 1.0 may be written as 1
+    return found
 
 
 def _as_it_was(content: dict[str, Any]) -> None:

@@ -163,6 +163,12 @@ def test_unknown_schema_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run-1\.json.*config\.optimizer must be a mapping"):
         record.read(path)
 
+    by_hand = {"status": "complete", "nodes": "4", "timing": None, "reason": 3, "metric": {"value": "98.2"}}
+    for key, value in by_hand.items():  # tables would call it failed, or not finite, or end in a traceback
+        path.write_text(json.dumps({**content, key: value}))
+        with pytest.raises(UserError, match=rf"run-1\.json was changed by hand, or is broken: {key} cannot be"):
+            record.read(path)
+
     path.write_text('{"schema": 1, "id"')
     with pytest.raises(UserError, match=r"run-1\.json is not a readable record"):
         record.read(path)
