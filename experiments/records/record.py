@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import sys
 import types
 import typing
@@ -286,11 +287,15 @@ def _as_it_was(content: dict[str, Any]) -> None:
 
 def read_all(results_dir: str | Path) -> list[ResultRecord]:
     """All records below `<results_dir>/records`, ordered by time and then id. Empty when there are none. Raises UserError."""
-    paths = sorted((Path(results_dir) / "records").glob("[!.]*.json"))
-    records = [read(path) for path in paths]
-    files: dict[str, Path] = {}
-    for path, r in zip(paths, records, strict=True):  # a copy would count as a second run
-        if (other := files.setdefault(r.id, path)) is not path:
+    records, files = [], dict[str, Path]()
+    for path in sorted((Path(results_dir) / "records").glob("[!.]*.json")):
+        try:
+            records.append(r := read(path))
+        except UserError:
+            if os.path.lexists(path):
+                raise
+            continue  # another command has just published it, or removed it
+        if (other := files.setdefault(r.id, path)) is not path:  # a copy would count as a second run
             raise UserError(f"{other} and {path.name} are records of one run, {r.id}: remove the copy")
     return sorted(records, key=lambda r: (r.time, r.id))
 

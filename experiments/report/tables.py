@@ -76,7 +76,7 @@ def write(results_dir: str | Path, exp: str | None = None, more: Mapping[Path, b
     found, stale = _made(results_dir, exp, more)
     written = save(found)
     for path in stale:
-        path.unlink()
+        path.unlink(missing_ok=True)  # another command may bring them up to date, too
     return written
 
 

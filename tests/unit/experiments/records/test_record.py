@@ -349,6 +349,25 @@ def test_cluster_label_falls_back_to_the_launcher() -> None:
     assert labels.cluster({"cluster": {"_target_": "launch.slurm.launcher.SlurmLauncher"}}) == "slurm"
 
 
+def test_a_record_that_is_published_while_all_are_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended a sweep that had nothing to do with it."""
+    paths = [record.write(record.from_spec(make_spec(id=name)), tmp_path) for name in ("a", "b", "c")]
+    plain = record.read
+
+    def read(path: Path) -> record.ResultRecord:
+        paths[1].unlink(missing_ok=True)
+        return plain(path)
+
+    monkeypatch.setattr(record, "read", read)
+    assert [r.id for r in record.read_all(tmp_path)] == ["a", "c"]
+    paths[1].symlink_to(tmp_path / "absent")
+    monkeypatch.setattr(record, "read", plain)
+    with pytest.raises(UserError, match="no record at"):
+        record.read_all(tmp_path)
+
+
 def test_curve_is_copied(tmp_path: Path) -> None:
     assert record.save_curve(tmp_path / "absent.csv", tmp_path, "a") is None
     (tmp_path / "curve.csv").write_text("step,loss\n1,2\n")
