@@ -141,9 +141,10 @@ def interval(base: ResultRecord, own: ResultRecord) -> Speedup | None:
 
 
 def speedup(base: ResultRecord, own: ResultRecord) -> Speedup | None:
-    """How many times as fast `own` is as `base`; None where one of them has no step time."""
+    """How many times as fast `own` is as `base`; None where one of them has no step time, or their machines
+    differ."""
     theirs, mine = step_ms(base), step_ms(own)
-    if not theirs or not mine:
+    if not theirs or not mine or base.hardware != own.hardware:
         return None
     value = theirs / mine
     found = interval(base, own) or Speedup(value)

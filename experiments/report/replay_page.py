@@ -19,7 +19,7 @@ from experiments.report import prediction, replay_words, sentences
 from experiments.report.formats import DASH, number, percent, size, times
 from experiments.report.replay_plots import plot
 from experiments.report.replayed import Results, load
-from experiments.report.sentences import hardware, say
+from experiments.report.sentences import machines, say
 from experiments.report.table import Column, Note, Table, terminal
 
 Block = str | Table
@@ -58,7 +58,7 @@ def markdown(results: Results) -> str:
         mark=mark(suite),
         title=report.title,
         caveats=first and replay_words.caveats(results),
-        about=first and report.about.format(hardware=hardware(first)),
+        about=first and report.about.format(hardware=machines(results.records.values())),
         rounds=replay_words.rounds(results),
         blocks=[block.markdown() if isinstance(block, Table) else f"{block}\n" for block in blocks],
     )

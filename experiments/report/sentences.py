@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def _texts() -> Any:
     made = environment(trim=False)
     made.filters |= {"count": count, "times": formats.times}
     made.globals |= {name: getattr(formats, name) for name in FORMATS}
-    made.globals |= {"caveats": caveats, "hardware": hardware, "what": trained}
+    made.globals |= {"caveats": caveats, "hardware": hardware, "machines": machines, "what": trained}
     return made.get_template("sentences.j2").module
 
 
@@ -86,6 +86,11 @@ def hardware(r: ResultRecord) -> str:
     gpus = h.get("gpus") or []
     kinds = [f"{gpus.count(g)} x {g}" for g in dict.fromkeys(gpus)] if h.get("device") != "cpu" else []
     return ", ".join([*kinds, f"{h.get('cores')} cores ({h.get('cpu') or 'unknown CPU'})", f"{h.get('memory_gb')} GiB"])
+
+
+def machines(records: Iterable[ResultRecord]) -> str:
+    """All of their machines in words, each once."""
+    return "; ".join(dict.fromkeys(map(hardware, records)))
 
 
 def caveats(records: Sequence[ResultRecord]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments.report import captions, metrics, speedup
+from experiments.report import captions, metrics, sentences, speedup
 from experiments.report.metrics import TimedRounds, ratio
 from tests.helpers.records import run
 
@@ -130,3 +131,12 @@ def test_two_medians_whose_spreads_overlap_do_not_say_whether_to_compress() -> N
             assert "ot decided" in str(said) or "not decided" in str(said)
             assert "do not compress" not in str(said).lower()
             assert "faster than" not in str(said).lower()
+
+
+def test_times_of_different_machines_are_not_compared() -> None:
+    """As where one method was timed again after records had come from elsewhere."""
+    base, own = run("SGDM fp32", 100.0), run("Birder", 50.0)
+    elsewhere = dataclasses.replace(own, hardware={**own.hardware, "cores": 64})
+    assert metrics.speedup(base, own) is not None
+    assert metrics.speedup(base, elsewhere) is None
+    assert sentences.machines([base, own, elsewhere]) == f"{sentences.hardware(own)}; {sentences.hardware(elsewhere)}"
