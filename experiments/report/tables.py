@@ -36,8 +36,11 @@ from launch.errors import UserError
 from launch.words import program
 
 
-def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, bytes]:
-    """All tables and plots of `records`: path below `results_dir` -> content. Reads curves, writes nothing."""
+def render(records: Sequence[ResultRecord], results_dir: Path, whole: bool = True) -> dict[str, bytes]:
+    """All tables and plots of `records`: path below `results_dir` -> content. Reads curves, writes nothing.
+
+    whole: these are all records of the folder, so that pictures of all experiments can be drawn.
+    """
     files: dict[str, bytes] = {}
 
     def drawn(name: str, png: bytes | None) -> bool:
@@ -56,11 +59,12 @@ def render(records: Sequence[ResultRecord], results_dir: Path) -> dict[str, byte
         pages[methods_table.EXP]["methods"].append(methods_table.as_table(of_all).markdown())
         against = gaps.against_bytes(of_all)
         drawn(of_all.plot_name, None if against is None else plots.against_bytes(against))
-    studies = accuracy_page.studies(records)
-    race = time_to_loss.build(studies, results_dir)
-    drawn("accuracy", plots.accuracies(studies))
-    drawn("accuracy_bytes", plots.accuracies_by_bytes(studies))
-    drawn("time_to_loss", None if race is None else plots.time_to_loss(race))
+    if whole:
+        studies = accuracy_page.studies(records)
+        race = time_to_loss.build(studies, results_dir)
+        drawn("accuracy", plots.accuracies(studies))
+        drawn("accuracy_bytes", plots.accuracies_by_bytes(studies))
+        drawn("time_to_loss", None if race is None else plots.time_to_loss(race))
     for exp, sections in sorted(pages.items()):
         beside = functools.partial(published.sections, exp)
         page = sentences.page("experiment", mark=figure.MARK, exp=exp, dash=DASH, published=beside, **sections)
@@ -94,11 +98,13 @@ def _made(
     results = Path(results_dir)
     if not results.is_dir():
         raise UserError(f"no results folder at {results}: give --results DIR")
-    records = [r for r in read_all(results) if exp in (None, r.exp)]
+    everything = read_all(results)
+    records = [r for r in everything if exp in (None, r.exp)]
     if exp is not None and not records:
         raise UserError(f"no record of experiment {exp!r} in {results / 'records'}")
-    files = render(records, results)
-    if exp is None and ((said := answered.verdicts(records)) or (results / answered.VERDICTS).is_file()):
+    files = render(records, results, len(records) == len(everything))
+    there = (results / answered.VERDICTS).is_file()
+    if (exp is None or there) and ((said := answered.verdicts(everything)) or there):
         lines = ",\n".join(json.dumps(study, ensure_ascii=False) for study in said)
         files[answered.VERDICTS.as_posix()] = f"[{lines}]\n".encode()
     found = {results / name: content for name, content in files.items()} | dict(more or {})

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from experiments import tables as cli
-from experiments.records import record
+from experiments.records import labels, record
 from experiments.records.record import ResultRecord
 from experiments.report import figure, formats, published, tables
 from launch.errors import UserError
@@ -247,3 +247,24 @@ def test_published_tables_are_shown_beside_ours(tmp_path: Path) -> None:
 )
 def test_formats(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_the_tables_of_one_experiment_leave_what_is_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A study's end drew the picture of all studies with its own alone, and left the verdicts that predictions quote."""
+
+    def of(exp: str) -> ResultRecord:
+        r = score("Birder", 90.0, 0, 0.1, exp=exp, id=exp)
+        return dataclasses.replace(r, config={**r.config, "cluster": {"_target_": labels.VIRTUAL}})
+
+    results, pictures = save(tmp_path, of("digits"), of("ptb")), "plots/accuracy.png"
+    monkeypatch.setattr(tables.plots, "accuracies", lambda studies: b"of " + ",".join(sorted(studies)).encode())
+    monkeypatch.setattr(tables.answered, "verdicts", lambda records: [[["x", r.exp]] for r in records])
+    assert tables._made(results, None, None)[0][results / pictures] == b"of digits,ptb"
+    verdicts = results / tables.answered.VERDICTS
+    verdicts.parent.mkdir()
+    verdicts.write_text("[]")
+    made, _ = tables._made(results, "digits", None)
+    assert results / pictures not in made
+    assert json.loads(made[verdicts]) == [[["x", "digits"]], [["x", "ptb"]]]
+    record.place(results, "ptb").unlink()
+    assert tables._made(results, "digits", None)[0][results / pictures] == b"of digits"
