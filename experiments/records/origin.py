@@ -44,6 +44,20 @@ def git_state(root: Path = ROOT) -> dict[str, Any]:
         return nothing
 
 
+_BEGAN: dict[str, Any] = {}
+
+
+def begin() -> None:
+    """Remembers the commit that this process runs: until its record is made, another one may be checked out."""
+    if not _BEGAN:
+        _BEGAN.update(git_state())
+
+
+def code() -> dict[str, Any]:
+    """`git_state` as `begin` found it; of a process that has not called that, now."""
+    return dict(_BEGAN) or git_state()
+
+
 def hardware(device: str | None = None) -> dict[str, Any]:
     """{device, cpu, cores, memory_gb, gpus} of this machine, without its name."""
     gpus = _gpus()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.records import labels, old_keys, privacy
-from experiments.records.origin import ROOT, git_state, hardware, software
+from experiments.records.origin import ROOT, code, hardware, software
 from launch import link_file as launch_link
 from launch.errors import UserError, refused
 from launch.files import write_whole
@@ -153,7 +153,7 @@ def from_spec(
         command=privacy.clean_text(spec.command, base),
         overrides=[privacy.clean_text(o, base) for o in spec.overrides],
         config=privacy.clean(config, base),
-        git=git_state(),
+        git=code(),
         exp=spec.exp,
         workload=labels.workload(config),
         optimizer=labels.class_name(config["optimizer"]),

@@ -19,6 +19,7 @@ from typing import Any
 if not __package__:  # run as a script: import from the repository, not from this file's own folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from experiments.records import origin
 from experiments.tracking import tracked
 from experiments.training import heartbeat
 from launch import failure, process
@@ -41,6 +42,8 @@ def run_rank(
     me = _Rank(spec, on_failure)
     me.begin()
     heartbeat.on_lost = me.end_alone
+    if me.rank == 0:  # which writes the record
+        origin.begin()
     try:
         if train is None:
             from experiments.training.loop import train as full_train

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from experiments.records import labels, origin, privacy, record
+from experiments.training import heartbeat, worker
 from launch import link_file
 from launch.errors import UserError
 from launch.spec import RunSpec
@@ -305,6 +306,23 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert origin.git_state(tmp_path / "below") == {"sha": None, "dirty": None}
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))  # as in a hook of that repository
     assert origin.git_state(tmp_path / "below") == {"sha": None, "dirty": None}
+
+
+def test_a_record_names_the_commit_that_its_run_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what was committed while it trained."""
+    now = {"sha": "1" * 40, "dirty": False}
+    monkeypatch.setattr(origin, "git_state", lambda: dict(now))
+    monkeypatch.setattr(origin, "_BEGAN", {})
+    monkeypatch.setattr(heartbeat, "on_lost", heartbeat.on_lost)
+    monkeypatch.setenv("RANK", "0")
+    spec = make_spec(run_dir=str(tmp_path))
+
+    def train(spec: RunSpec) -> None:
+        now["sha"] = "2" * 40
+        record.write(record.from_spec(spec), tmp_path)
+
+    worker.run_rank(spec, train)
+    assert [r.git["sha"] for r in record.read_all(tmp_path)] == ["1" * 40]
 
 
 def test_environment_names_no_machine() -> None:
