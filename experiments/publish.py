@@ -3,7 +3,7 @@
 Moves their records and curves from results/local to results/published. Then brings the tables and plots of both up to date.
 Only runs of committed code are evidence: a group with a run of uncommitted code is refused. Afterwards, commit
 results/published. A later record takes the place of a published one of the same name, with a line that says so; an older one
-is refused. Exit status: 0 success; 2 bad input, nothing was moved.
+is refused. Exit status: 0 success; 1 moved, but not all tables are up to date; 2 bad input, nothing was moved.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from experiments import tables
 from experiments.records.record import LOCAL, PUBLISHED, ResultRecord, place, read_all, write_file
 from experiments.runs import command
 from launch.errors import UserError
+from launch.failure import RunFailed
 from launch.words import say
 
 
@@ -63,7 +64,12 @@ def publish(own: Path, published: Path, group: str | None = None, exp: str | Non
     for old, new in replaced:
         say(f"{old.id}: what was published of {old.time} is replaced by that of {new.time}")
     for folder in (published, own):
-        tables.write(folder)
+        try:
+            tables.write(folder)
+        except UserError as error:  # a curve of another run that is gone
+            raise RunFailed(
+                f"the runs are published, and the tables of {folder} are not up to date: {error}"
+            ) from error
     return [place(published, r.id) for r in found]
 
 

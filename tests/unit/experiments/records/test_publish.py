@@ -16,7 +16,7 @@ from experiments.records import record
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord
 from experiments.report import published, tables
 from tests.helpers.commands import refused
-from tests.helpers.records import full_group, run, save
+from tests.helpers.records import full_group, run, save, score
 
 CLEAN = {"sha": "1" * 40, "dirty": False}
 
@@ -122,6 +122,15 @@ def test_what_is_published_is_replaced_by_what_is_later_alone(
     save(own, new)  # the same once more, as after an interruption
     assert command(own, there, "g") == 0
     assert not record.place(own, new.id).exists()
+
+
+def test_tables_that_cannot_be_made_are_not_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2 would say that nothing was moved."""
+    left = dataclasses.replace(score("Birder", 90.0, 0, 0.1), curve="curves/gone.csv")
+    own, there = save(tmp_path / "local", *clean_group(), left), tmp_path / "published"
+    assert command(own, there, "g") == 1
+    assert "the runs are published, and the tables of" in capsys.readouterr().err
+    assert len(record.read_all(there)) == len(clean_group())
 
 
 def test_a_folder_is_not_published_to_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
