@@ -211,10 +211,12 @@ def make_spec(composed: Composed, *, group: str | None = None) -> RunSpec:
     exp = resolved["exp"]
     run_id = new_name(exp, labels.slug(resolved))
     run_dir = Path(resolved["output_dir"]) / exp / (resolved["run_name"] or run_id)
-    if (run_dir / "spec.yaml").exists():
-        if resolved["resume"] != "auto":
-            resume = "" if resolved["cluster"]["name"] == "virtual" else "resume it (resume=auto) or "
-            raise UserError(f"{run_dir} holds a run already: {resume}choose another run_name")
+    begun = (run_dir / "spec.yaml").exists()
+    # Checkpoints alone, as a copy may leave them, are a run too: a new one would save between them and resume from them.
+    if resolved["resume"] != "auto" and (begun or any(run_dir.glob("checkpoints/step-*"))):
+        resume = "" if resolved["cluster"]["name"] == "virtual" else "resume it (resume=auto) or "
+        raise UserError(f"{run_dir} holds a run already: {resume}choose another run_name")
+    if begun:
         run_id = same_run.go_on(run_dir, resolved)
     return RunSpec(
         id=run_id,

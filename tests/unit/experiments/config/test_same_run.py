@@ -24,6 +24,15 @@ def test_resumed_run_keeps_its_id(tmp_path: Path) -> None:
             compose.make_spec(compose.compose([*at, "resume=auto", other]))
 
 
+def test_checkpoints_without_their_spec_are_a_run_too(tmp_path: Path) -> None:
+    """A new run would save between them, and resume from the old one's last."""
+    at = ["+exp=digits", f"output_dir={tmp_path}", "run_name=mine"]
+    (tmp_path / "digits/mine/checkpoints/step-00000010").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds a run already"):
+        compose.make_spec(compose.compose(at))
+    assert compose.make_spec(compose.compose([*at, "resume=auto"])).path == tmp_path / "digits/mine"
+
+
 @pytest.fixture
 def begun(tmp_path: Path) -> list[str]:
     """Overrides of a run that has a checkpoint."""
