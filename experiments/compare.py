@@ -196,6 +196,7 @@ def _part(overrides: list[str], methods: list[str], show: Callable[[str, str], l
             say(f"{study.exp}: not submitted again, SLURM's jobs have not ended: {', '.join(waiting)}")
             return 0
         return compare(overrides, methods, show)
+    study.warn(made[0])
     say(f"{study.exp}: recorded as {group}; results_dir=FOLDER measures it again")
     show(study.results_dir, group)
     return int(any(r.status != "completed" for r in study.known.values() if r.group == group))

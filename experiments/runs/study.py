@@ -22,7 +22,8 @@ import yaml
 
 from experiments.config import compose
 from experiments.config.compose import Composed
-from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, changed_midway, within
+from experiments.config.kinds import shown
+from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, changed_midway, differences, flatten, within
 from experiments.config.sweeps import SweepRun
 from experiments.records import labels, old_keys, privacy, record
 from experiments.records.record import ResultRecord, is_finite, loss_diverged
@@ -147,7 +148,7 @@ class Study:
     config:      of one of the runs, resolved: records of the same workload that read other files at its data.path do not
                  count.
     dry_run:     run nothing, say what would be.
-    known:       the latest record of each run, a good one before any other.
+    known:       the latest record of each run, a good one before any other. warned: whether `warn` has said anything.
     failed:      runs that failed otherwise than by their loss. todo: runs that were not recorded.
     """
 
@@ -159,6 +160,7 @@ class Study:
     known: dict[Hashable, ResultRecord] = field(default_factory=dict)
     failed: int = 0
     todo: int = 0
+    warned: bool = False
 
     def __post_init__(self) -> None:
         own = {"data": compose.data(self.config), "workload": self.config["workload"]} if self.config else {}
@@ -226,6 +228,23 @@ class Study:
         groups = {r.group if r is not None else None for r in there}
         return groups.pop() if len(groups) == 1 else None
 
+    def warn(self, composed: Composed) -> None:
+        """Says, once, in what the recorded run of a command line is not what it would be now: defaults that have changed."""
+        if self.warned or (there := self.done(asked(composed.overrides))) is None:
+            return
+        now = privacy.clean(compose.resolve(composed), Path.cwd())
+        # A key that one of them lacks is younger than the other.
+        keys = (flatten(there.config).keys() & flatten(now).keys()) - set(SAME_NUMBERS)
+        if changed := [change for change in differences(there.config, now) if change[0] in keys]:
+            key, old, new = changed[0]
+            more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+            say(
+                f"warning: recorded runs count, and were made with another default: {key} was {shown(old)}, now it is "
+                f"{shown(new)}{more}; results_dir=FOLDER makes all of them again",
+                sys.stderr,
+            )
+            self.warned = True
+
     def _launch(self, composed: Composed, group: str | None) -> None:
         try:
             start.launch(composed, group=group)
@@ -242,6 +261,7 @@ class Study:
         """The record of `composed`, which is run if it is not there and it is asked for. None: there is none."""
         name, title = asked(composed.overrides), f"{labels.method(compose.resolve(composed))}, {what}"
         if (there := self.done(name)) is not None:
+            self.warn(composed)
             say(f"{title}: recorded, {outcome(there)}")
         elif asked_for:
             self.todo += 1
@@ -312,8 +332,15 @@ class SweepQueue:
         chosen = self.is_chosen(row)
         return UNDECIDED if chosen is None else TO_RUN if chosen else NOT_BEST
 
+    def warn(self) -> None:
+        """`Study.warn` of the first row that is recorded."""
+        first = next((row for row in self.rows if self.of(row.overrides) is not None), None)
+        if first is not None:
+            self.study.warn(self.composed(first.overrides))
+
     def list(self) -> None:
         """Says of each row whether it is recorded or to run."""
+        self.warn()
         found = [self.standing(row) for row in self.rows]
         for place, what in enumerate(found):
             self.say(place, "to run if its learning rate does best" if what == UNDECIDED else what)
@@ -325,6 +352,7 @@ class SweepQueue:
 
     def run(self) -> None:
         """Runs what is missing and no other process runs, until nothing is left to wait for."""
+        self.warn()
         while self.pass_through():
             time.sleep(POLL_S)
 

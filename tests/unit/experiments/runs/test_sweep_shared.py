@@ -240,6 +240,20 @@ def test_published_runs_count_where_they_are_asked_for(
     assert not results.exists()
 
 
+def test_recorded_runs_of_other_defaults_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They count, so that a study continues; who has changed a value in a file of conf would take them for its runs."""
+    (tmp_path / "mine.yaml").write_text(GRID)
+    row = sweep.sweeps.rows(sweep.sweeps.load(str(tmp_path / "mine.yaml")), ["sgdm"])[0]
+    made = record.from_spec(compose.make_spec(compose.compose([*row.overrides, f"output_dir={tmp_path}"])))
+    for times in (1, 2):  # the second was made when the default was another one
+        made.config["train"]["batch_per_rank"] *= times
+        record.write(made, tmp_path)
+        study.SweepQueue([row], study.Study("digits", str(tmp_path))).list()
+        said = capsys.readouterr()
+        assert "0 runs to do, 1 recorded" in said.out
+        assert ("another default: train.batch_per_rank was" in said.err) is (times == 2)
+
+
 def test_two_folders_of_one_name_are_not_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Records keep a folder's last name alone, and so tell apart by its files which one a run has read."""
     typed = ["+exp=digits", "workload=ptb", "optimizer=sgdm"]
