@@ -187,9 +187,17 @@ class AccuracyTable:
 
         What `STUDIES` hold are ideas, not methods.
         """
-        methods = [c for c in self.chosen if not c.records[0].config["optimizer"]["_target_"].startswith(STUDIES)]
-        groups = grouped(methods, lambda c: c.method)
+        groups = grouped(filter(_of_a_method, self.chosen), lambda c: c.method)
         return [max(every, key=lambda c: (c is self.baseline, *self._score(c))) for every in groups.values()]
+
+    @property
+    def diverged(self) -> list[str]:
+        """Methods of which a seed diverged at every learning rate, so that none is `chosen`; not what was only broken off."""
+        tried = grouped((c for c in self.cells if c.counting and _of_a_method(c)), lambda c: c.method)
+        known = {c.method for c in self.chosen}
+        return [
+            m for m, cells in tried.items() if m not in known and all(any(r.diverged for r in c.records) for c in cells)
+        ]
 
     def _best(self, mine: Sequence[Cell]) -> Cell | None:
         if self.criterion:
@@ -200,6 +208,10 @@ class AccuracyTable:
             seeds = sorted(set.intersection(*(set(c.by_seed) for c in sound))) if sound else []
         scored = [(value, c) for c in sound if (value := self.value(c, self.criterion, seeds or None)) > -math.inf]
         return max(scored, key=lambda found: found[0], default=(0.0, None))[1]
+
+
+def _of_a_method(cell: Cell) -> bool:
+    return not cell.records[0].config["optimizer"]["_target_"].startswith(STUDIES)
 
 
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:

@@ -26,12 +26,16 @@ ALL = "The whole table: --all (make: ARGS=--all). As data: --json. See docs/pred
 
 
 def verdicts(records: Sequence[ResultRecord]) -> list[list[list[str]]]:
-    """Of every study the methods with their verdicts: [label, verdict]."""
+    """Of every study the methods with their verdicts: [label, verdict]. One that diverged at every rate is worse."""
     from experiments.report import accuracy_page, gaps
 
     groups = [group for tables in accuracy_page.studies(records).values() for group in accuracy_page.together(tables)]
-    found = [gaps.panel(table) for table in {t.slug: t for group in groups for t in group}.values()]
-    return [[[row.label, row.verdict] for row in panel.rows] for panel in found if panel is not None]
+    each = {t.slug: t for group in groups for t in group if t.comparison is not None}.values()
+    found = [
+        [*([row.label, row.verdict] for row in getattr(gaps.panel(t), "rows", ())), *([m, WORSE] for m in t.diverged)]
+        for t in each
+    ]
+    return [rows for rows in found if rows]
 
 
 def known_verdicts(results: Path) -> list[list[list[str]]]:

@@ -355,6 +355,24 @@ def test_a_method_that_diverges_where_the_baseline_does_not_is_worse() -> None:
     assert [(c.count(), table.verdict(c)) for c in table.chosen if c.label == "Birder"] == [("3 of 4", "parity")]
 
 
+def test_a_method_that_diverged_at_every_learning_rate_counts_as_worse() -> None:
+    """It has no rate that could be held against the baseline, and was in no study."""
+    made = [on_virtual_workers(8, m, 90.0 + s, s, 0.1) for m in ("SGDM fp32", "1-bit Adam") for s in range(3)]
+    nan = "rank 0: RuntimeError: the loss is nan at step 7: lower optimizer.lr"
+    tried = [
+        dataclasses.replace(on_virtual_workers(8, "Birder", 0.0, s, lr), status="failed", reason=nan, metric={})
+        for s, lr in ((0, 0.1), (0, 0.2))
+    ]
+    both = [["1-bit Adam", "parity"], ["Birder", "worse"]]
+    assert answered.verdicts([*made, *tried]) == [both]
+    assert answered.verdicts([*made[:3], *tried]) == [both[1:]]
+    # What was only broken off says nothing, nor does one rate where another one did well.
+    broken = [dataclasses.replace(r, reason="interrupted by Ctrl-C") for r in tried]
+    assert answered.verdicts([*made, *broken]) == [both[:1]]
+    well = [on_virtual_workers(8, "Birder", 90.0 + s, s, 0.05) for s in range(3)]
+    assert answered.verdicts([*made, *tried, *well]) == [[both[0], ["Birder", "parity"]]]
+
+
 def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     made = [
         on_virtual_workers(n, "SGDM fp32", 90.0 + s, s, 0.1) for n, seeds in ((8, 3), (16, 2)) for s in range(seeds)
