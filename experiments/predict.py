@@ -96,8 +96,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class AskedModel:
-    """A model's timeline. gpu: its data sheet, where there is one. saved_bytes: activations and
-    frozen parameters, where they were counted."""
+    """A model's timeline. gpu: its data sheet, where there is one. saved_bytes: activations, where they were counted."""
 
     timeline: Timeline
     gpu: GPU | None = None

@@ -57,8 +57,8 @@ class GpuKernel:
 @dataclass(frozen=True)
 class Work:
     """One step of a model. forward: kernels of forward; ready: parameter -> kernels done when its gradient is ready;
-    saved_bytes: of activations that backward needs, at the end of forward, and of frozen parameters; host_us: see
-    `HOST_US`."""
+    saved_bytes: of activations that backward needs, at the end of forward; frozen, frozen_bytes: as of a `Timeline`;
+    host_us: see `HOST_US`."""
 
     model: str
     precision: str
@@ -69,6 +69,8 @@ class Work:
     shapes: dict[str, tuple[int, ...]]
     saved_bytes: float
     host_us: tuple[float, float] = HOST_US
+    frozen: tuple[int, ...] = ()
+    frozen_bytes: int = 0
 
     @property
     def elements(self) -> int:
@@ -104,6 +106,8 @@ class Work:
             source="the architecture",
             note=f"{self.tflop:.3g} TFLOP; assumed shares of the data sheet's rates, ±{100 * UNSURE:g} %",
             update_ms=gpu.ms(0.0, UPDATE[optimizer] * self.elements, self.precision) / faster,
+            frozen=self.frozen,
+            frozen_bytes=self.frozen_bytes,
         )
 
 
@@ -123,8 +127,8 @@ def count(
     gradient and for a matrix product whose operations are not known.
     """
     dtype, own_dtype = HALF.get(precision), next((p.dtype for p in module.parameters()), None)
-    half = 0 if dtype is None else dtype.itemsize
-    frozen = sum(p.numel() * (p.element_size() + half) for p in module.parameters() if not p.requires_grad)
+    kept = [p for p in module.parameters() if not p.requires_grad]
+    frozen = tuple(p.numel() for p in kept), sum(p.numel() * p.element_size() for p in kept)
     if dtype is not None:
         module.to(dtype)
     counter = _Counter(compiled)
@@ -154,7 +158,8 @@ def count(
     if dtype is not None:
         kernels, forward, ready = _with_casts(kernels, forward, ready, shapes)
     host = (LAUNCH_US, LAUNCH_US) if compiled else HOST_US
-    return Work(model, precision, batch, tuple(kernels), forward, ready, shapes, counter.saved + frozen, host)
+    about = (tuple(kernels), forward, ready, shapes, counter.saved, host)
+    return Work(model, precision, batch, *about, *frozen)
 
 
 def _casting(dtype: torch.dtype) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -11,12 +11,13 @@ With A micro-batches of an accumulation only the last one's gradients are sent:
 
 FSDP's collectives overlap computing, the next layer's while this one computes. A phase takes the longer of the two:
 
-    (2) forward  = max(forward, gather)          gather: of d parameters in 16 bits (or the precision's 4 bytes)
+    (2) forward  = max(forward, gather)          gather: of all parameters in 16 bits (or the precision's 4 bytes)
     (3) backward = max(backward, gather + scatter)
 
-over the links inside the node, or for fsdp over the NIC. What a rank keeps in memory, d parameters and s shards:
+over the links inside the node, or for fsdp over the NIC. What a rank keeps in memory, d parameters that are trained, frozen
+ones of f bytes, s shards:
 
-    (4) (4 + 4 + state) d/s + 2 d [parameters in 16 bits; with shards those of two layers] + activations + `CONTEXT_GB`
+    (4) ((4 + 4 + state) d + f)/s + 2 bytes a parameter in 16 bits [with shards of two layers] + activations + `CONTEXT_GB`
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class TrainingPlan:
     def _gathered(self, t: Timeline, cluster: Cluster, width: int) -> tuple[float, float]:
         wide = 2 if t.precision in HALVES else 4
         if self.sharding == "hsdp":
-            return cluster.inside_ms(wide * t.elements), cluster.inside_ms(width * t.elements)
-        return cluster.sharded(wide * t.elements).ms, cluster.sharded(width * t.elements).ms
+            return cluster.inside_ms(wide * t.whole), cluster.inside_ms(width * t.elements)
+        return cluster.sharded(wide * t.whole).ms, cluster.sharded(width * t.elements).ms
 
     def between(self, cluster: Cluster) -> Cluster:
         """What the replicas' messages have of the cluster: under HSDP what goes over links inside a node is FSDP's."""
@@ -123,10 +124,11 @@ class TrainingPlan:
         """(4), in GB. saved_bytes: activations of one micro-batch."""
         shards = self.shards(cluster)
         half = 2.0 if t.precision in HALVES else 0.0
-        whole = half * t.elements
+        frozen = 4.0 * sum(t.frozen) if t.frozen_bytes is None else t.frozen_bytes
+        whole = half * (t.elements + (sum(t.frozen) if frozen > half * sum(t.frozen) else 0))
         if shards > 1:
-            whole = (half or 4.0) * LAYERS_AT_ONCE * max(g.numel for g in t.gradients)
-        kept = (8 / shards + self.state(method, cluster)) * t.elements
+            whole = (half or 4.0) * LAYERS_AT_ONCE * max(*(g.numel for g in t.gradients), *t.frozen, 0)
+        kept = (8 / shards + self.state(method, cluster)) * t.elements + frozen / shards
         return (kept + whole + saved_bytes) / 1e9 + CONTEXT_GB
 
     def state(self, method: MethodSpec, cluster: Cluster) -> float:

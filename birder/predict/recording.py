@@ -71,6 +71,7 @@ class Watch:
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         trained = {name: p for name, p in inner.named_parameters() if p.requires_grad}
         self.shapes = {name: tuple(p.shape) for name, p in trained.items()}
+        self.frozen = tuple(p.numel() for p in inner.parameters() if not p.requires_grad)
         self.handles = [
             *(p.register_post_accumulate_grad_hook(lambda _, n=name: self.mark(n)) for name, p in trained.items()),
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -175,5 +176,6 @@ def record(
         precision=str(next(ddp_model.parameters()).dtype).rpartition(".")[2],
         batch_per_gpu=max(1, watch.batch),
         gpus_per_node=topology_of(group).ranks_per_node,
+        frozen=watch.frozen,
         command=" ".join(Path(a).name if i == 0 else a for i, a in enumerate(sys.argv)) or "python",
     )

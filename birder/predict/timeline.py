@@ -9,6 +9,7 @@ A file holds
     source | command               where its numbers come from: a publication, or the command that measured them
     note                           what was assumed
     update_ms, wall_ms             where they were measured: the optimizer's step, and a whole step with its communication
+    frozen, frozen_bytes           of parameters that are not trained: how many elements each has; bytes of all (4 an element)
 """
 
 from __future__ import annotations
@@ -79,10 +80,17 @@ class Timeline:
     note: str = ""
     update_ms: float | None = None
     wall_ms: float | None = None
+    frozen: tuple[int, ...] = ()
+    frozen_bytes: int | None = None
     elements: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "elements", sum(g.numel for g in self.gradients))
+
+    @property
+    def whole(self) -> int:
+        """Elements of all parameters, those that are not trained among them."""
+        return self.elements + sum(self.frozen)
 
     @cached_property
     def layers(self) -> list[list[int]]:
@@ -130,7 +138,8 @@ def parse(content: Any, where: str) -> Timeline:
         gradients = tuple(
             Gradient(str(n), tuple(int(s) for s in shape), float(at)) for n, shape, at in content["gradients"]
         )
-        made = Timeline(**{**content, "gradients": gradients, "intra_node": IntraNode(**content["intra_node"])})
+        own = {"gradients": gradients, "frozen": tuple(int(n) for n in content.get("frozen", ()))}
+        made = Timeline(**{**content, **own, "intra_node": IntraNode(**content["intra_node"])})
         _check_kinds(made)
         _check_kinds(made.intra_node)
     except (TypeError, ValueError) as error:
@@ -155,7 +164,9 @@ def _check_kinds(made: Timeline | IntraNode) -> None:
 def dump(timeline: Timeline) -> str:
     """The text of a timeline's file: one gradient on each line."""
     head = {
-        k: v for k, v in asdict(timeline).items() if k not in ("gradients", "elements", "name") and v not in (None, "")
+        k: v
+        for k, v in asdict(timeline).items()
+        if k not in ("gradients", "elements", "name") and v not in (None, "", ())
     }
     lines = [json.dumps([g.name, list(g.shape), g.ready_ms]) for g in timeline.gradients]
     text = json.dumps({"name": timeline.name, **head}, indent=1, ensure_ascii=False)
@@ -187,6 +198,8 @@ def problem(t: Timeline) -> str | None:
         return "times must obey 0 < forward_ms <= ready_ms <= step_ms"
     if min(t.update_ms or 0.0, t.wall_ms or 0.0) < 0:
         return "update_ms and wall_ms must not be negative"
+    if min(*t.frozen, t.frozen_bytes or 0, 0) < 0:
+        return "frozen and frozen_bytes must not be negative"
     if t.batch_per_gpu < 1 or t.gpus_per_node < 1:
         return "batch_per_gpu and gpus_per_node must be at least 1"
     if (t.source is None) == (t.command is None):

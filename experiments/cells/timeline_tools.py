@@ -149,7 +149,8 @@ def _measured(
         value.backward()
 
     times = recording.measured(watch, step, steps, WARMUP)
-    return replace(recording.assemble(times, watch.shapes, **about), wall_ms=None)  # a whole step is more than this
+    made = recording.assemble(times, watch.shapes, frozen=watch.frozen, **about)
+    return replace(made, wall_ms=None)  # a whole step is more than this
 
 
 def record_module(where: str, batch: int, steps: int) -> Timeline:

@@ -58,6 +58,7 @@ def recorded(rank: int, size: int) -> None:
     assert len(calls) == 6
     assert [g.name for g in t.gradients] == ["first.weight", "first.bias", "second.weight", "second.bias"]
     assert t.batch_per_gpu == 6
+    assert t.frozen == (9, 3)
     assert problem(t) is None
     ready = {g.name: g.ready_ms for g in t.gradients}
     assert ready["first.weight"] >= ready["second.weight"] >= t.forward_ms
@@ -126,7 +127,8 @@ def test_a_recorded_timeline_is_a_file_like_any_other(tmp_path: Path) -> None:
     about = {"name": "x", "model": "x", "gpu": "cpu", "precision": "fp32", "batch_per_gpu": 1, "gpus_per_node": 1}
     t = assemble(times, {"a": (4,)}, command="here", **about)
     assert (t.update_ms, t.wall_ms, t.step_ms) == (1.0, 5.0, 3.0)
-    assert read(write(t, tmp_path / "x.json")) == t
+    for made in (t, replace(t, frozen=(9, 3), frozen_bytes=48)):
+        assert read(write(made, tmp_path / "x.json")) == made
     with pytest.raises(ValueError, match="did not call the model's forward"):
         assemble({"a": 3.0, "<end>": 4.0}, {"a": (4,)}, command="here", **about)
 

@@ -282,6 +282,28 @@ def test_memory_is_parameters_gradients_state_and_activations() -> None:
     assert shared == pytest.approx(CONTEXT_GB + 3 + 0.1 * (8 + STATE["adamw"]) / 8 + 2 * 2 * 0.01)
 
 
+@pytest.mark.parametrize(("each", "copied"), [(4, 2), (2, 0)])
+def test_frozen_parameters_are_sharded_and_gathered_with_the_others(each: int, copied: int) -> None:
+    """Under FSDP they stood whole on every rank, and were not in what is gathered. each: bytes as they are kept."""
+    many = 10 * (50 * MILLION,)
+    own, t = timeline(), replace(timeline(), frozen=many, frozen_bytes=each * sum(many))
+    cluster, bf16 = Cluster.of_gpus(4, 8, Link(10.0), Link(1e2)), METHODS["bf16"]
+
+    def gb(sharding: Any, of: Timeline) -> float:
+        return TrainingPlan(sharding).memory_gb(of, cluster, bf16, 3e9)
+
+    assert gb("ddp", t) - gb("ddp", own) == pytest.approx((each + copied) * 0.5)
+    layers = 2 * 2 * (50 - 10) / 1e3  # two, in 16 bits, that are larger
+    for sharding, shards in (("hsdp", 8), ("fsdp", 32)):
+        assert gb(sharding, t) - gb(sharding, own) == pytest.approx(each * 0.5 / shards + layers)
+    wide, narrow = (predict(of, cluster, ["bf16"], plan=TrainingPlan("fsdp"))["bf16"] for of in (t, own))
+    assert wide.step.nic_bytes - narrow.step.nic_bytes == pytest.approx(31 / 32 * 2 * 2 * sum(many))
+    assert wide.ms - narrow.ms == pytest.approx(2 * cluster.sharded(2.0 * sum(many)).ms, rel=0.1)
+    inside, flat = (predict(of, cluster, ["bf16"], plan=TrainingPlan("hsdp"))["bf16"] for of in (t, own))
+    assert inside.step.nic_bytes == flat.step.nic_bytes  # between nodes go gradients
+    assert inside.ms > flat.ms
+
+
 def test_powersgd_keeps_the_users_optimizer_and_an_error_in_fp32() -> None:
     for optimizer in ("adamw", "sgd"):
         plan = TrainingPlan(optimizer=optimizer)  # type: ignore[arg-type]
