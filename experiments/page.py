@@ -30,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     except ImportError:
         raise UserError("plotly is not installed: pip install --group experiments") from None
-    lost = answered.lost(answered.known_verdicts(Path(options.results)))
+    studies = answered.known_verdicts(Path(options.results))
     records = read_all(options.results)
-    content = html_page.data(options.results, records) | {"pay": pay.data(lost=lost)}
+    content = html_page.data(options.results, records, studies) | {"pay": pay.data(studies=studies)}
     write_file(path, html_page.html(content, html_page.measured(records), get_plotlyjs()).encode(), "the page")
     print(path)
     return 0

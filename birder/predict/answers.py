@@ -83,6 +83,12 @@ class Answer:
         """Whether it is advised to compress."""
         return self._advised[1] is True
 
+    @property
+    def winner(self) -> str | None:
+        """`best` where it pays, "bf16" where nothing does; None: not decided. As `Prediction.winner`, of what fits."""
+        best, pays = self._advised
+        return "bf16" if pays is False else best.name if best and pays else None
+
     @cached_property
     def _advised(self) -> tuple[PredictedRow | None, bool | None]:
         return advised((self.prediction, *self.ends), self.lost, self.fits)
@@ -111,7 +117,7 @@ class Answer:
         bf16, said = p["bf16"].ms, []
         if self.gpu and not any(self.fits(r.name) for r in p.rows):
             there = f"{digits(min(self.memory.values()), 3)} GB of {self.gpu.gb:g} GB on one {self.gpu.label}"
-            said.append(f"It does not fit: {there}. {self._smaller()}")
+            said.append(f"It does not fit: {there}. {self.smaller()}")
         if self.plan.sharding == "fsdp":
             share = 1 - p["none"].ms / bf16
             why = "FSDP over all ranks has no replicas to compress between"
@@ -124,13 +130,13 @@ class Answer:
             speed = f"{p.speedup(best.name, 'bf16')[0]:.2f}x as fast as bf16"
             saves = "saves {} % of the step [{}, {}] against bf16".format(*self._percent(best.name))
             said.append(f"Compress: {best.method.label} {saves}, {speed}{f'; {accuracy}' if accuracy else ''}.")
-            said.append(self._needs(best.method))
+            said.append(self.needs(best.method))
         if far:
-            gain = f"{far.method.label} ({far.method.about}) would be {bf16 / far.ms:.3g}x as fast as bf16"
+            gain = f"{far.method.label} ({far.method.about}) would be {digits(bf16 / far.ms, 3)}x as fast as bf16"
             said.append(f"{gain}, with a model of its own on every rank.")
         return said
 
-    def _smaller(self) -> str:
+    def smaller(self) -> str:
         """What needs less memory: more shards than there are, where there can be, or fewer activations."""
         c, now, fewer = self.prediction.cluster, self.plan.sharding, "take a smaller batch or checkpointing=true."
         if now == "fsdp" or c.ranks == 1:
@@ -140,7 +146,7 @@ class Answer:
 
     def _percent(self, name: str) -> list[str]:
         """`saving` in per cent."""
-        return [f"{100 * share:.0f}" for share in self.saving(name)]
+        return [str(round(100 * share)) for share in self.saving(name)]
 
     def _not(self) -> str:
         best, pays = self._advised
@@ -155,7 +161,8 @@ class Answer:
             return f"Not decided: {said}, which is within what this prediction can tell."
         return f"Do not compress: {said}, less than is worth a change."
 
-    def _needs(self, method: MethodSpec) -> str:
+    def needs(self, method: MethodSpec) -> str:
+        """What a script needs for a method that is not dense and of which ranks share one model."""
         if method.name.startswith("powersgd"):
             return "It needs PyTorch's PowerSGD hook."
         optimizer = NEEDS[method.name.removesuffix("_hierarchical")]

@@ -17,6 +17,8 @@ from experiments.report.sentences import lines, say
 from experiments.report.table import Table
 from launch.errors import UserError
 
+Studies = Sequence[Sequence[Sequence[str]]]
+"""Of every study the methods with their verdicts: [label, verdict]."""
 WIDTH = 80
 VERDICTS = Path("tables") / "accuracy_verdicts.json"
 """In a results folder: what `verdicts` says of its records, so that an answer need not read them all."""
@@ -48,17 +50,17 @@ def known_verdicts(results: Path) -> list[list[list[str]]]:
     return verdicts(read_all(results))
 
 
-def price(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> str:
+def price(label: str, studies: Studies) -> str:
     """What a method costs in accuracy: in how many `verdicts` it was at parity, better, worse, or open."""
     found = _counted(label, studies)
     others = {verdict: found[verdict] for verdict in (WORSE, OPEN) if found[verdict]}
     return say("price", count=found.total(), good=found[PARITY] + found[BETTER], others=others)
 
 
-def warning(found: Answer, studies: Sequence[Sequence[Sequence[str]]]) -> str:
+def warning(found: Answer, studies: Studies) -> str:
     """What must be said of the method that is advised, and which one that pays did best in studies: empty where a study shows
     parity, or there is none."""
-    good = {r.name: count[PARITY] + count[BETTER] for r in found.paying if (count := _counted(r.method.label, studies))}
+    good = {r.name: kept for r in found.paying if (kept := kept_in(r.method.label, studies)) is not None}
     if found.best is None or good.get(found.best.name, 1):
         return ""
     shares = lost(studies)
@@ -69,7 +71,13 @@ def warning(found: Answer, studies: Sequence[Sequence[Sequence[str]]]) -> str:
     return say("warning", other=other.method, percent=percent, price=cost)
 
 
-def lost(studies: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
+def kept_in(label: str, studies: Studies) -> int | None:
+    """In how many studies a method was at parity or better; None: it was in none."""
+    found = _counted(label, studies)
+    return found[PARITY] + found[BETTER] if found else None
+
+
+def lost(studies: Studies) -> dict[str, float]:
     """Of each method of birder.predict that was studied: the share of its studies in which it was worse, less that of those
     in which it was at parity or better."""
     every = {name: _counted(method.label, studies) for name, method in METHODS.items()}
@@ -78,20 +86,25 @@ def lost(studies: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:
     }
 
 
-def _counted(label: str, studies: Sequence[Sequence[Sequence[str]]]) -> Counter[str]:
+def _counted(label: str, studies: Studies) -> Counter[str]:
     """Verdicts on the very method, its options included; a hierarchical one has those of the flat one too."""
     own = label.removesuffix(", hierarchical").removesuffix(" form")
     names = {own, f"{own} hierarchical"} if label.endswith(", hierarchical") else {own}
     return Counter(verdict for study in studies for name, verdict in study if MAKER.sub("", name) in names)
 
 
-def text(found: Answer, studies: Sequence[Sequence[Sequence[str]]], everything: bool = False) -> str:
-    """The answer. studies: `verdicts`. everything: the whole table instead of six rows."""
+def sentences(found: Answer, studies: Studies) -> list[str]:
+    """What is advised, with what it costs in accuracy. studies: `verdicts`."""
     best = found.best
     said = found.sentences(price(best.method.label, studies) if best and found.pays else "")
     if found.pays and (caution := warning(found, studies)):
         said.insert(2, caution)  # behind what the advised one needs
-    parts = [_wrapped(said), _whole(found.prediction) if everything else "\n".join(found.table())]
+    return said
+
+
+def text(found: Answer, studies: Studies, everything: bool = False) -> str:
+    """The answer. studies: `verdicts`. everything: the whole table instead of six rows."""
+    parts = [_wrapped(sentences(found, studies)), _whole(found.prediction) if everything else "\n".join(found.table())]
     return "\n\n".join([*parts, _wrapped(assumed(found))])
 
 

@@ -14,10 +14,20 @@ from typing import Any
 
 from jinja2 import Template
 
-from birder.predict import METHODS, Prediction
+from birder.predict import DEFAULT, METHODS, Answer, Cluster, Link, Timeline, answer, gpus
 from experiments.cells import timelines
 from experiments.records.record import ResultRecord
-from experiments.report import accuracy, curves, gaps, methods_table, prediction, sentences, speedup, speedup_table
+from experiments.report import (
+    accuracy,
+    answered,
+    curves,
+    gaps,
+    methods_table,
+    prediction,
+    sentences,
+    speedup,
+    speedup_table,
+)
 from experiments.report.curves import Curve, Curves
 from experiments.report.formats import metric_axis, metric_unit
 from experiments.report.metrics import Difference
@@ -43,13 +53,15 @@ class Grid:
     gbps: tuple[float, ...] = prediction.GBPS
 
 
-def data(results_dir: str | Path, records: Sequence[ResultRecord], grid: Grid = Grid()) -> dict[str, Any]:
-    """All that the page shows, as JSON's types. Raises UserError for a curve that is gone."""
+def data(
+    results_dir: str | Path, records: Sequence[ResultRecord], studies: answered.Studies, grid: Grid = Grid()
+) -> dict[str, Any]:
+    """All that the page shows, as JSON's types. studies: `answered.verdicts`. Raises UserError for a curve that is gone."""
     return {
         "accuracy": accuracies(records),
         "tasks": tasks(results_dir, records),
         "replays": replays(results_dir),
-        "grid": predicted(grid),
+        "grid": predicted(grid, studies),
     }
 
 
@@ -154,18 +166,23 @@ def replays(results_dir: str | Path) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in shown[columns].itertuples(index=False)]
 
 
-def predicted(grid: Grid) -> dict[str, Any]:
+def predicted(grid: Grid, studies: answered.Studies) -> dict[str, Any]:
     """ms of a step for each model, number of nodes, rate and method: ms[model][nodes][rate][method], by place.
 
-    wins: the place of the method that wins, for each model, number of nodes and rate, or null: not decided; answers: in one
-    sentence, that of the command line (`Prediction.winner`, `.sentence`).
+    wins: the place of the method that wins, for each model, number of nodes and rate, or null: not decided; answers: what the
+    command line says. curves: places of the methods that are drawn.
     """
-    names = prediction.METHODS
-    every = [timelines.load(name) for name, _ in grid.models]
-    found = [[prediction.over_rates(t, nodes, grid.gbps) for nodes in grid.nodes] for t in every]
+    names, lost = DEFAULT, answered.lost(studies)
 
-    def each(of: Callable[[Prediction], Any]) -> list[Any]:
-        return [[[of(p) for p in rates] for rates in nodes] for nodes in found]
+    def asked(t: Timeline, nodes: int, gbps: float) -> Answer:
+        link, inside = Link(gbps, prediction.LATENCY_US), gpus.find(t.gpu).link
+        return answer(t, Cluster.of_gpus(nodes, prediction.RANKS_PER_NODE, link, inside), lost=lost)
+
+    every = [timelines.load(name) for name, _ in grid.models]
+    found = [[[asked(t, nodes, gbps) for gbps in grid.gbps] for nodes in grid.nodes] for t in every]
+
+    def each(of: Callable[[Answer], Any]) -> list[Any]:
+        return [[[of(a) for a in rates] for rates in nodes] for nodes in found]
 
     return {
         "models": [label for _, label in grid.models],
@@ -177,9 +194,10 @@ def predicted(grid: Grid) -> dict[str, Any]:
         "bound": names.index("none"),
         "ranks_per_node": prediction.RANKS_PER_NODE,
         "near": prediction.NEAR,
-        "ms": each(lambda p: [round(p[m].ms, 3) for m in names]),
-        "wins": each(lambda p: None if p.winner is None else names.index(p.winner)),
-        "answers": each(lambda p: p.sentence),
+        "curves": [names.index(m) for m in prediction.METHODS if m != "fp32"],
+        "ms": each(lambda a: [round(a.prediction[m].ms, 3) for m in names]),
+        "wins": each(lambda a: None if a.winner is None else names.index(a.winner)),
+        "answers": each(lambda a: " ".join(answered.sentences(a, studies))),
     }
 
 

@@ -84,10 +84,8 @@ function showPrediction(event) {
   const order = ms.map((_, i) => i).filter((i) => i !== grid.bound).sort((a, b) => ms[a] - ms[b]);
   const rows = [...order, grid.bound].map((i) => [grid.methods[i], number(ms[i]), times(fp32 / ms[i]), times(ms[grid.bf16] / ms[i])]);
   fill($("predicted"), "", ["method", "ms a step", "vs fp32", "vs bf16"], rows, 0);
-  const answer = grid.answers[m][n][g];
-  $("answer").textContent = answer[0].toUpperCase() + answer.slice(1);
-  const shown = grid.methods.map((_, i) => i).filter((i) => i !== grid.fp32);
-  const traces = shown.map((i, k) => ({name: grid.methods[i], x: grid.gbps, y: grid.gbps.map((_, r) => grid.ms[m][n][r][grid.fp32] / grid.ms[m][n][r][i]),
+  $("answer").textContent = grid.answers[m][n][g];
+  const traces = grid.curves.map((i, k) => ({name: grid.methods[i], x: grid.gbps, y: grid.gbps.map((_, r) => grid.ms[m][n][r][grid.fp32] / grid.ms[m][n][r][i]),
     mode: "lines+markers", marker: {symbol: symbols[k], size: 7}, line: {color: colour(k), width: 2, dash: i === grid.bound ? "dot" : "solid"}}));
   draw("rates", "The slower the link, the more there is to win: " + grid.models[m] + ", " + grid.nodes[n] + " nodes", traces, {
     xaxis: {title: "link, Gbit/s of a node", type: "log", tickvals: grid.gbps}, yaxis: {title: "times as fast as fp32 DDP", type: "log", tickvals: [0.5, 1, 2, 5, 10, 20, 50, 100, 200]},

@@ -3,20 +3,28 @@
 let pay = null;
 const PAY = ["paymodel", "paygpu", "payranks", "paybatch", "paynodes", "paygbps"];
 
-function between(values, wanted) {
+function between(values, wanted, scale = Math.log) {
   const at = Math.min(Math.max(wanted, values[0]), values[values.length - 1]);
   let k = 0;
   while (k < values.length - 2 && at > values[k + 1]) k += 1;
   if (values.length === 1) return [[0, 1]];
-  const share = Math.log(at / values[k]) / Math.log(values[k + 1] / values[k]);
+  const share = (scale(at) - scale(values[k])) / (scale(values[k + 1]) - scale(values[k]));
   return [[k, 1 - share], [k + 1, share]].filter(([, weight]) => weight > 0);
 }
 
-function payAt(c, gbps) {
-  const table = (b) => pay.cells[c.model][b][c.gpu][c.ranks], count = pay.methods.length, sum = Array(3 * count).fill(0);
+function payAt(c, gbps) {  // each method's ms, and the ends of the savings of those that can be advised
+  const table = (b) => pay.cells[c.model][b][c.gpu][c.ranks], count = pay.methods.length, sum = Array(count + 2 * pay.compressed.length).fill(0);
   between(pay.batches[c.model], c.batch).forEach(([b, x]) => between(pay.nodes, c.nodes).forEach(([n, y]) => between(pay.gbps, gbps).forEach(([g, z]) =>
     table(b)[n][g].forEach((value, i) => { sum[i] += x * y * z * (i < count ? Math.log(value) : value); }))));
-  return sum.map((value, i) => i < count ? Math.exp(value) : value);
+  const end = (first) => { const ends = []; pay.compressed.forEach((i, k) => { ends[i] = sum[first + k]; }); return ends; };
+  return {ms: sum.slice(0, count).map(Math.exp), low: end(count), high: end(count + pay.compressed.length)};
+}
+
+function payMemory(c) {  // GB of a rank; activations are as many times as large as the batch
+  const sum = Array(pay.methods.length).fill(0);
+  between(pay.batches[c.model], c.batch, (v) => v).forEach(([b, x]) => between(pay.nodes, c.nodes).forEach(([n, y]) =>
+    pay.gb[c.model][b][c.ranks][n].forEach((value, i) => { sum[i] += x * y * value; })));
+  return sum;
 }
 
 function chosenPay() {
@@ -28,21 +36,49 @@ function offered(c) {  // nodes of one GPU are flat
   return pay.methods.map((_, i) => i).filter((i) => pay.ranks[c.ranks] > 1 || !pay.hierarchical.includes(i));
 }
 
-function payLine(c) {  // the rule of the command line
-  const ms = payAt(c, c.gbps), bf16 = ms[pay.bf16], bound = ms[pay.bound];
-  const count = pay.methods.length, low = (i) => ms[count + i], high = (i) => ms[2 * count + i];
-  const compressed = offered(c).filter((i) => pay.compressed.includes(i)), gaining = compressed.filter((i) => bf16 >= (1 + pay.near) * ms[i]), paying = gaining.filter((i) => low(i) > 0);
-  const some = paying.length ? paying : compressed, run = (i) => pay.warm[i] * ms[pay.fp32] + (1 - pay.warm[i]) * ms[i];
-  const quickest = some.reduce((a, b) => ms[b] < ms[a] ? b : a), least = Math.min(...some.map(run));
-  const close = paying.length ? some.filter((i) => run(i) <= (1 + pay.near) * least) : [quickest], price = Math.min(...close.map((i) => pay.lost[i]));
-  const kept = close.filter((i) => pay.lost[i] === price), first = Math.min(...kept.map(run)), best = kept.find((i) => run(i) <= (1 + pay.tie) * first);
-  const near = Math.round(100 * pay.near) + " %";
-  if (bf16 <= (1 + pay.near) * bound) return [false, "Do not compress: bf16 is within " + near + " of the bound.", best, ms];
-  const fastest = pay.methods[best] + ", the fastest whose ranks share one model, gains ";
-  if (!gaining.length) return [false, "Do not compress: " + fastest + "less than " + near + ".", best, ms];
-  if (!paying.length) return [false, "Not decided: " + fastest + "no more than this prediction can tell.", best, ms];
-  const percent = (v) => Math.round(100 * v);
-  return [true, "Compress: " + pay.methods[best] + " saves " + percent(1 - ms[best] / bf16) + " % of the step [" + percent(low(best)) + ", " + percent(high(best)) + "] against bf16.", best, ms];
+const digits = (v, count) => v >= Math.pow(10, count) - 0.5 ? v.toFixed(0) : String(Number(v.toPrecision(count)));
+const percent = (v) => String(Math.round(100 * v));
+const leastOf = (places, of) => places.length ? places.reduce((a, b) => of(b) < of(a) ? b : a) : null;
+
+function payAdvice(c) {  // birder.predict.table.advised: a method, or null; whether it pays, null: not decided; why it cannot
+  const {ms, low, high} = payAt(c, c.gbps), gb = payMemory(c), fits = (i) => gb[i] <= pay.gpu_gb[c.gpu], bf16 = ms[pay.bf16];
+  const able = offered(c).filter((i) => pay.compressed.includes(i) && fits(i)), fastest = leastOf(able, (i) => ms[i]);
+  const gaining = able.filter((i) => bf16 / ms[i] >= 1 + pay.near), paying = gaining.filter((i) => low[i] > 0);
+  const found = {c, ms, low, high, gb, fits, paying, best: fastest, pays: false, why: ""};
+  if (bf16 <= (1 + pay.near) * ms[pay.bound]) found.why = "bf16 is within " + percent(pay.near) + " % of the bound (" + digits(bf16, 4) + " against " + digits(ms[pay.bound], 4) + " ms)";
+  else if (fastest !== null && ms[fastest] > bf16) found.why = "bf16 takes " + digits(bf16, 4) + " ms, and no compressed method is faster";
+  if (found.why || fastest !== null && !gaining.length) return found;
+  if (!paying.length) return {...found, pays: null};
+  const run = (i) => pay.warm[i] * ms[pay.fp32] + (1 - pay.warm[i]) * ms[i], least = Math.min(...paying.map(run));
+  const near = paying.filter((i) => run(i) <= (1 + pay.near) * least), price = Math.min(...near.map((i) => pay.lost[i]));
+  const kept = near.filter((i) => pay.lost[i] === price), first = Math.min(...kept.map(run));
+  return {...found, best: kept.find((i) => run(i) <= (1 + pay.tie) * first), pays: true};
+}
+
+function paySentences({c, ms, low, high, gb, fits, paying, best, pays, why}) {  // those of the command line
+  const said = [], there = offered(c), bf16 = ms[pay.bf16], saving = (i) => 1 - ms[i] / bf16;
+  const ends = (i) => " [" + percent(low[i]) + ", " + percent(high[i]) + "]";
+  if (!there.some(fits)) said.push("It does not fit: " + digits(Math.min(...there.map((i) => gb[i])), 3) + " GB of " + pay.gpu_gb[c.gpu] + " GB on one " + pay.gpus[c.gpu] + ". " + pay.smaller[c.ranks]);
+  if (pays) {
+    said.push("Compress: " + pay.methods[best] + " saves " + percent(saving(best)) + " % of the step" + ends(best) + " against bf16, " +
+      (bf16 / ms[best]).toFixed(2) + "x as fast as bf16; " + pay.price[best] + ".", pay.needs[best]);
+    if (pay.kept[best] === 0) {
+      const good = paying.filter((i) => pay.kept[i]), lost = Math.min(...good.map((i) => pay.lost[i]));
+      const other = leastOf(good.filter((i) => pay.lost[i] === lost), (i) => ms[i]);
+      said.push("Faster, but no published study shows parity." + (other === null ? "" : " " + pay.methods[other] +
+        (pay.about[other] ? " (" + pay.about[other] + ")" : "") + " saves " + percent(saving(other)) + " %; " + pay.price[other] + "."));
+    }
+  } else if (why) said.push("Do not compress: " + why + ".");
+  else if (best === null) said.push("Not decided: " + pay.not_compared + ".");
+  else {
+    const saves = pay.methods[best] + ", the fastest whose ranks share one model, saves " + percent(saving(best)) + " % of bf16's step" + ends(best);
+    said.push(pays === null ? "Not decided: " + saves + ", which is within what this prediction can tell." : "Do not compress: " + saves + ", less than is worth a change.");
+  }
+  const far = leastOf(there.filter((i) => pay.local.includes(i) && fits(i)), (i) => ms[i]);
+  const others = there.filter((i) => i !== pay.bound && !pay.local.includes(i)).map((i) => ms[i]);
+  if (far !== null && ms[far] * pay.far < Math.min(...others)) said.push(pay.methods[far] + " (" + pay.about[far] + ") would be " +
+    digits(bf16 / ms[far], 3) + "x as fast as bf16, with a model of its own on every rank.");
+  return said;
 }
 
 function showPay() {
@@ -52,16 +88,14 @@ function showPay() {
   const batches = pay.batches[c.model], limits = {paybatch: batches, paynodes: pay.nodes, paygbps: pay.gbps};
   const outside = Object.entries(limits).filter(([id, v]) => Number($(id).value) < v[0] || Number($(id).value) > v[v.length - 1])
     .map(([id, v]) => $(id).labels[0].firstChild.textContent.trim() + " " + v[0] + " to " + v[v.length - 1]);
-  const [, said, best, ms] = payLine(c);
-  const gb = Math.exp(between(batches, c.batch).reduce((sum, [b, x]) => sum + x * Math.log(pay.gb[c.model][b]), 0));
-  $("payanswer").textContent = said;
+  const found = payAdvice(c), {ms, gb, fits, best} = found;
+  $("payanswer").textContent = paySentences(found).join(" ");
   const where = pay.names[c.model] + ", batch " + c.batch + ", on " + c.nodes + " nodes of " + pay.ranks[c.ranks] + " " + pay.gpus[c.gpu] + " at " + c.gbps + " Gbit/s";
-  const full = gb > pay.gpu_gb[c.gpu] ? " It needs about " + Math.round(gb) + " GB of " + pay.gpu_gb[c.gpu] + " a GPU: take a smaller batch, or shard the model." : "";
-  $("paywhere").textContent = where + "." + full + (outside.length ? " Taken as the nearest that is known: " + outside.join(", ") + "." : "");
+  $("paywhere").textContent = where + "." + (outside.length ? " Taken as the nearest that is known: " + outside.join(", ") + "." : "");
   const order = offered(c).sort((a, b) => ms[b] - ms[a]);
-  fill($("paytable"), "", ["method", "ms a step", "saves against bf16"], order.map((i) => [pay.methods[i], number(ms[i]),
-    i === pay.bf16 ? DASH : String(Math.round(100 * (1 - ms[i] / ms[pay.bf16]))).replace("-", "\u2212") + " %"]), order.indexOf(best));
-  const xs = [...Array(41).keys()].map((k) => pay.gbps[0] * Math.pow(pay.gbps[pay.gbps.length - 1] / pay.gbps[0], k / 40)), ys = xs.map((x) => payAt(c, x));
+  fill($("paytable"), "", ["method", "ms a step", "saves against bf16", "GB a GPU"], order.map((i) => [pay.methods[i], number(ms[i]),
+    i === pay.bf16 ? DASH : percent(1 - ms[i] / ms[pay.bf16]).replace("-", "\u2212") + " %", gb[i].toFixed(1) + (fits(i) ? "" : " !")]), order.indexOf(best));
+  const xs = [...Array(41).keys()].map((k) => pay.gbps[0] * Math.pow(pay.gbps[pay.gbps.length - 1] / pay.gbps[0], k / 40)), ys = xs.map((x) => payAt(c, x).ms);
   const traces = offered(c).map((i) => ({name: pay.methods[i], x: xs, y: ys.map((v) => v[i]), mode: "lines", visible: pay.curves.includes(i) ? true : "legendonly",
     line: {color: colour(i === pay.bound ? 6 : i), width: 2, dash: i === pay.bound ? "dot" : "solid"}, hovertemplate: pay.methods[i] + ", %{x:.3g} Gbit/s: %{y:.4g} ms<extra></extra>"}));
   draw("paycurves", "A step by link rate: " + pay.names[c.model] + ", " + c.nodes + " nodes", traces, {

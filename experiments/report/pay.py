@@ -1,26 +1,28 @@
-"""The page's first section: will it pay for a model, a GPU and a link that are freely chosen? A grid of answers, between
-which the page interpolates. No torch but for counting the models."""
+"""The page's first section: will it pay for a model, a GPU and a link that are freely chosen? The command line's answers on a
+grid, between which the page interpolates. No torch but for counting the models.
+
+pay.js says what `answered.sentences` says, from the numbers here: its rule is that of `birder.predict.table.advised`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from birder.predict import METHODS, Cluster, Link, gpus
-from birder.predict.answers import DDP, answer
+from birder.predict import DEFAULT, METHODS, Cluster, Link, Timeline, gpus
+from birder.predict.answers import DDP, FAR, Answer, answer
 from birder.predict.methods import WARM
-from birder.predict.table import NEAR, TIE
+from birder.predict.table import NEAR, NOT_COMPARED, TIE
 from experiments.cells import architectures
 from experiments.cells.architectures import Asked
+from experiments.report import answered
 from experiments.report.prediction import LATENCY_US
-from experiments.report.prediction import METHODS as FIXED
 
-SHOWN = (*FIXED[:-1], "sigma_delta", "sigma_delta_hierarchical", FIXED[-1])
-"""In the order in which those of equal time are advised."""
 CURVES = ("bf16", "birder", "birder_hierarchical", "none")
 """Curves that are drawn before any is chosen."""
 PRECISION = "bf16"
+COMPRESSED = tuple(m for m in DEFAULT if not (METHODS[m].dense or METHODS[m].local))
+"""Those that can be advised."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,21 @@ class Choice:
     gbps: tuple[float, ...] = (1, 5, 10, 25, 100, 400)
 
 
-def data(choice: Choice = Choice(), lost: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """JSON's types. lost: as of birder.predict.answers.Answer.
+def data(choice: Choice = Choice(), studies: answered.Studies = ()) -> dict[str, Any]:
+    """JSON's types. studies: `answered.verdicts`. Methods are those of the command line, by their places in `DEFAULT`.
 
-    cells[model][batch][gpu][ranks][nodes][rate]: ms of each method of `SHOWN`, then the low ends of their savings, then the
-    high ones. compressed: places of compressed methods. hierarchical: of those that need several GPUs a node.
-    lost: of each method, 1 where no study is known.
-    gb[model][batch]: of a rank, with bf16 DDP.
+    cells[model][batch][gpu][ranks][nodes][rate]: ms of each method, then of each of `COMPRESSED` the low end of its saving,
+    then the high one; None for what needs several GPUs a node.
+    gb[model][batch][ranks][nodes]: of each method, what a rank keeps.
     """
-    cells, gb, lost = [], [], lost or {}
+    cells, gb, first = [], [], gpus.find(choice.gpus[0])
     for model in choice.models:
         works = [architectures.work(Asked(model.name, batch, PRECISION, model.seq)) for batch in model.batches]
         cells.append([[_of(work, gpus.find(name), choice) for name in choice.gpus] for work in works])
-        a100, some = gpus.find("a100"), Cluster(2, 8, Link(10.0))
-        gb.append([round(DDP.memory_gb(w.timeline(a100), some, METHODS["bf16"], w.saved_bytes), 1) for w in works])
+        kept = [(work.timeline(first), work.saved_bytes) for work in works]
+        gb.append([[[_memory(*of, ranks, nodes) for nodes in choice.nodes] for ranks in choice.ranks] for of in kept])
+    every, places, lost = [METHODS[m] for m in DEFAULT], list(range(len(DEFAULT))), answered.lost(studies)
+    some = [_asked(*kept[0], first, ranks, choice.nodes[0], choice.gbps[0]) for ranks in choice.ranks]
     return {
         "models": [m.label for m in choice.models],
         "names": [m.name.partition(":")[2] for m in choice.models],
@@ -82,17 +85,23 @@ def data(choice: Choice = Choice(), lost: Mapping[str, float] | None = None) -> 
         "ranks": list(choice.ranks),
         "nodes": list(choice.nodes),
         "gbps": list(choice.gbps),
-        "methods": [METHODS[m].label for m in SHOWN],
-        "curves": [SHOWN.index(m) for m in CURVES],
-        "compressed": [SHOWN.index(m) for m in SHOWN if not METHODS[m].dense],
-        "hierarchical": [SHOWN.index(m) for m in SHOWN if METHODS[m].hierarchical],
-        "lost": [lost.get(m, 1.0) for m in SHOWN],
-        "bf16": SHOWN.index("bf16"),
-        "bound": SHOWN.index("none"),
+        "methods": [m.label for m in every],
+        "about": [m.about for m in every],
+        "needs": [some[0].needs(m) if m.name in COMPRESSED else "" for m in every],
+        "smaller": [found.smaller() for found in some],
+        "not_compared": NOT_COMPARED,
+        "curves": [DEFAULT.index(m) for m in CURVES],
+        "compressed": [DEFAULT.index(m) for m in COMPRESSED],
+        "hierarchical": [i for i in places if every[i].hierarchical],
+        "local": [i for i in places if every[i].local],
+        "lost": [lost.get(m, 1.0) for m in DEFAULT],
+        "kept": [answered.kept_in(m.label, studies) for m in every],
+        "price": [answered.price(m.label, studies) for m in every],
+        "warm": [WARM * m.warm for m in every],
+        **{name: DEFAULT.index(m) for name, m in (("fp32", "fp32"), ("bf16", "bf16"), ("bound", "none"))},
         "near": NEAR,
         "tie": TIE,
-        "fp32": SHOWN.index("fp32"),
-        "warm": [WARM * METHODS[m].warm for m in SHOWN],
+        "far": FAR,
         "unsure": gpus.UNSURE,
         "gb": gb,
         "cells": cells,
@@ -100,17 +109,26 @@ def data(choice: Choice = Choice(), lost: Mapping[str, float] | None = None) -> 
 
 
 def _of(work: Any, gpu: gpus.GPU, choice: Choice) -> list[Any]:
-    t = work.timeline(gpu)
+    of = work.timeline(gpu), work.saved_bytes
     return [
-        [
-            [_cell(t, Cluster.of_gpus(nodes, ranks, Link(rate, LATENCY_US), gpu.link)) for rate in choice.gbps]
-            for nodes in choice.nodes
-        ]
+        [[_cell(_asked(*of, gpu, ranks, nodes, rate)) for rate in choice.gbps] for nodes in choice.nodes]
         for ranks in choice.ranks
     ]
 
 
-def _cell(t: Any, cluster: Cluster) -> list[float]:
-    found = answer(t, cluster, methods=SHOWN, unsure=gpus.UNSURE)
-    ms = [float(f"{found.prediction[m].ms:.4g}") for m in SHOWN]
-    return [*ms, *(round(found.saving(m)[end], 3) for end in (1, 2) for m in SHOWN)]
+def _asked(t: Timeline, saved_bytes: float, gpu: gpus.GPU, ranks: int, nodes: int, gbps: float) -> Answer:
+    """The question to the command line."""
+    there = Cluster.of_gpus(nodes, ranks, Link(gbps, LATENCY_US), gpu.link)
+    return answer(t, there, gpu=gpu, saved_bytes=saved_bytes, unsure=gpus.UNSURE)
+
+
+def _cell(found: Answer) -> list[float | None]:
+    p = found.prediction
+    saved = {m: found.saving(m) for m in COMPRESSED if p.has(m)}
+    ms = [float(f"{p[m].ms:.6g}") if p.has(m) else None for m in DEFAULT]
+    return [*ms, *(round(saved[m][end], 4) if m in saved else None for end in (1, 2) for m in COMPRESSED)]
+
+
+def _memory(t: Timeline, saved_bytes: float, ranks: int, nodes: int) -> list[float]:
+    there = Cluster(nodes, ranks, Link(1.0))
+    return [round(DDP.memory_gb(t, there, METHODS[m], saved_bytes), 3) for m in DEFAULT]

@@ -117,7 +117,7 @@ def test_the_answer_and_the_table_decide_by_one_rule(gbps: float) -> None:
 def test_what_is_needed_can_be_imported() -> None:
     found = ask(10)
     for method in (m for m in METHODS.values() if not (m.dense or m.local or m.name.startswith("powersgd"))):
-        (name,) = re.findall(r"`birder\.(\w+)", found._needs(method))[:1]
+        (name,) = re.findall(r"`birder\.(\w+)", found.needs(method))[:1]
         assert hasattr(birder, name)
 
 

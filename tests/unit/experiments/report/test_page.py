@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import html
+import itertools
 import json
 import re
 import shutil
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from birder.predict import METHODS, Cluster, Link, Prediction, predict
-from experiments.cells import timelines
+from birder.predict import DEFAULT, METHODS
+from experiments import predict as entry
 from experiments.records.record import PUBLISHED, ResultRecord, read_all
-from experiments.report import accuracy, curves, html_page, methods_table, prediction, speedup
+from experiments.report import accuracy, answered, curves, html_page, methods_table, prediction, speedup
 from experiments.report.formats import number
 from experiments.report.html_page import Grid
 from tests.helpers import BROWSER
@@ -34,7 +35,7 @@ def records() -> list[ResultRecord]:
 
 @pytest.fixture(scope="module")
 def content(records: list[ResultRecord]) -> dict[str, Any]:
-    return html_page.data(PUBLISHED, records, SMALL)
+    return html_page.data(PUBLISHED, records, answered.known_verdicts(PUBLISHED), SMALL)
 
 
 def test_speedups_are_those_of_the_records(records: list[ResultRecord]) -> None:
@@ -152,34 +153,31 @@ def test_the_baseline_is_the_one_that_was_stated_or_the_best_in_fp32(records: li
     assert curves.baseline(methods).label == "SGDM fp32"  # type: ignore[union-attr]
 
 
-def test_the_grid_is_the_predictors(content: dict[str, Any]) -> None:
+def test_the_grid_says_what_the_command_line_says(content: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """All its methods, what each costs in accuracy, and its words: the page knew seven methods and no accuracy."""
     grid = content["grid"]
-    for m, (name, label) in enumerate(SMALL.models):
-        assert grid["models"][m] == label
-        for n, nodes in enumerate(SMALL.nodes):
-            for g, gbps in enumerate(SMALL.gbps):
-                there = Cluster.of_gpus(nodes, 8, Link(gbps, prediction.LATENCY_US))
-                p = predict(timelines.load(name), there, prediction.METHODS)
-                assert grid["ms"][m][n][g] == [round(p[method].ms, 3) for method in prediction.METHODS]
-                place = grid["wins"][m][n][g]
-                assert (None if place is None else prediction.METHODS[place]) == winner(p)
-                said = grid["answers"][m][n][g]  # the headline is the command line's, and agrees with the matrix
-                assert said == str(p).splitlines()[-1] == p.sentence
-                assert said.startswith("do not compress") is (winner(p) == "bf16")
-                assert said.startswith("not decided") is (winner(p) is None)
-    assert grid["methods"][grid["fp32"]] == "DDP fp32"
-    assert grid["methods"][grid["bf16"]] == "DDP bf16"
+    assert grid["methods"] == [METHODS[m].label for m in DEFAULT]
+    (m, name), (n, nodes), (g, gbps) = (1, SMALL.models[1][0]), (1, SMALL.nodes[1]), (0, SMALL.gbps[0])
+    there = [f"cluster.nodes={nodes}", f"cluster.gbps={gbps}", "cluster.ranks_per_node=8"]
+    entry.main([f"timeline={name}", *there])
+    said = " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
+    assert said == grid["answers"][m][n][g]
+    entry.main([f"timeline={name}", *there, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["pays"]
+    assert DEFAULT[grid["wins"][m][n][g]] == told["best"]
+    ms = {row["method"]: row["ms"] for row in told["rows"]}
+    assert dict(zip(DEFAULT, grid["ms"][m][n][g], strict=True)) == {
+        k: pytest.approx(v, abs=1e-3) for k, v in ms.items()
+    }
+    assert [grid["models"][i] for i in range(2)] == [label for _, label in SMALL.models]
+    assert (grid["methods"][grid["fp32"]], grid["methods"][grid["bf16"]]) == ("DDP fp32", "DDP bf16")
     assert grid["methods"][grid["bound"]] == "no communication"
-
-
-def winner(p: Prediction) -> str | None:
-    """bf16 where it is within 5 % of the bound or no method that keeps models equal gains 5 % over it; None: not decided."""
-    mine = [name for name in prediction.METHODS if not (METHODS[name].dense or METHODS[name].local or name == "none")]
-    gain = [name for name in mine if p["bf16"].ms >= 1.05 * p[name].ms]
-    if p["bf16"].ms <= 1.05 * p["none"].ms or not gain:
-        return "bf16"
-    sure = [name for name in gain if p["bf16"].low > p[name].high]
-    return next((name for name in sure if p[name].ms <= 1.02 * min(p[other].ms for other in sure)), None)
+    assert [DEFAULT[i] for i in grid["curves"]] == [m for m in prediction.METHODS if m != "fp32"]
+    found = zip(*(itertools.chain(*itertools.chain(*grid[key])) for key in ("answers", "wins")), strict=True)
+    for answer, place in found:  # the headline agrees with the matrix
+        kind = {None: "Not decided", grid["bf16"]: "Do not compress"}.get(place, "Compress")
+        assert answer.startswith(f"{kind}: ")
 
 
 def test_the_page_holds_its_data_and_needs_no_network(content: dict[str, Any]) -> None:
@@ -262,7 +260,7 @@ def test_a_browser_shows_the_numbers(
     assert 'data-ready="yes"' in dom, done.stderr[-2000:]
     grid = content["grid"]
     ms = grid["ms"][m][n][g]
-    assert text_of(dom, "answer").lower() == grid["answers"][m][n][g].lower()
+    assert html.unescape(text_of(dom, "answer")) == grid["answers"][m][n][g]
     table = text_of(dom, "predicted")
     for name, value in zip(grid["methods"], ms, strict=True):
         assert name in table
