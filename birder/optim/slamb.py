@@ -171,7 +171,8 @@ class SLAMB(BucketOptimizer):
 
     def _mask_and_count(self, unit: Unit, step: int) -> tuple[Tensor, int]:
         """M_t and its elements. Drawn a step ahead, so that nobody waits for their number."""
-        mask, count = self._ahead.pop((unit.index, step), None) or self._draw(unit, step)
+        drawn = self._ahead.pop((unit.index, step), None)
+        mask, count = drawn or self._draw(unit, step)
         self._ahead[unit.index, step + 1] = self._draw(unit, step + 1)
         return mask, count.read()[0]
 
