@@ -243,8 +243,8 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
 
 def by_files(records: Sequence[ResultRecord]) -> dict[str, list[ResultRecord]]:
     """Runs by the files of their data where these differ: two folders of one name. Older runs do not know theirs."""
-    files = {r.id: (r.config.get("data") or {}).get("files") for r in records}
-    several = len(set(files.values()) - {None}) > 1
+    files = {r.id: str((r.config.get("data") or {}).get("files") or "") for r in records}
+    several = len(set(files.values()) - {""}) > 1
     return grouped(records, lambda r: f" (files {files[r.id][:8]})" if several and files[r.id] else "")
 
 

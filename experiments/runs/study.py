@@ -107,7 +107,7 @@ def jobs(composed: Sequence[Composed]) -> list[str]:
     resolved = compose.resolve(composed[0])
     names, found = {asked(c.overrides) for c in composed}, []
     for script in Path(resolved["output_dir"], resolved["exp"]).glob("*/job.sh"):
-        with contextlib.suppress(OSError, yaml.YAMLError, TypeError, KeyError):  # what is no run's folder any more
+        with contextlib.suppress(OSError, yaml.YAMLError, TypeError, KeyError):  # a folder that has been cleared
             spec = RunSpec.load(script.with_name("spec.yaml"))
             parts = spec.config.get("variants") or [{"overrides": spec.overrides}]
             found += [spec.id] * any(asked(part["overrides"]) in names for part in parts)
