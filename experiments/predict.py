@@ -258,7 +258,7 @@ def answer(q: Question, options: argparse.Namespace) -> None:
                 lost=answered.lost(studies),
             )
             if options.json:
-                print(json.dumps(made.plain(), indent=1))
+                print(json.dumps(made.plain() | {"sentences": answered.sentences(made, studies)}, indent=1))
                 return
             print(answered.text(made, studies, options.all))
 

@@ -216,6 +216,7 @@ class Answer:
                     "nic_bytes": r.step.nic_bytes,
                     "exposed_ms": r.step.exposed_ms,
                     "memory_gb": self.memory.get(r.name),
+                    "fits": self.fits(r.name) if r.name in self.memory else None,
                 }
                 for r in p.rows
             ],

@@ -411,6 +411,10 @@ def test_all_and_json_hold_every_method(capsys: pytest.CaptureFixture[str]) -> N
     assert all(METHODS[row["method"]].label in whole for row in held["rows"])
     assert held["gpu"] == "rtx-4090"
     assert held["sentences"][0].split(":")[0] in ("Compress", "Do not compress", "Not decided")
+    # What a method costs in accuracy among them: programs were not warned.
+    assert " ".join(held["sentences"]) == " ".join(whole.partition("\n\n")[0].split())
+    assert " studies" in held["sentences"][0]
+    assert {row["fits"] for row in held["rows"]} == {True}
 
 
 def test_an_example_of_the_docs_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
