@@ -217,7 +217,9 @@ def answer(q: Question, options: argparse.Namespace) -> None:
                 values = values[1:]  # one node has no replicas
             there = replace(there, nodes=int(values[0]))
         if options.sweep and not names:
-            names = [name for name in SHOWN if plan.on(there).takes(METHODS[name])]
+            flat = there.ranks_per_node == 1  # as where no methods are named elsewhere
+            shown = [METHODS[name] for name in SHOWN]
+            names = [m.name for m in shown if plan.on(there).takes(m) and not (flat and m.hierarchical)]
         rows = plan.choose(names, there)
         if q.local_steps and all(every(m, q.local_steps) is m for m in rows):
             raise UserError(f"local_steps={q.local_steps} is of local SGD and DiLoCo: no row here is of either")

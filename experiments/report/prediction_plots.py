@@ -95,9 +95,12 @@ def point(found: Sequence[Prediction], over: str, fits: Fits) -> str:
     for p in (found[0], found[-1]):
         nodes = "one node" if p.cluster.nodes == 1 else f"{p.cluster.nodes:,} nodes"
         where = f"on {nodes}" if over == "nodes" else f"at {p.cluster.nic_gbps:g} Gbit/s"
-        if p.cluster.nodes == 1:
+        best = decide(p, functools.partial(fits, p))[0]
+        if p.cluster.nodes == 1 and best in ("bf16", "none"):
             said.append(f"{where} compression gains nothing")
-        elif (best := decide(p, functools.partial(fits, p))[0]) is None:
+        elif all(r.method.dense for r in p.rows):
+            said.append(f"{where} nothing is compared that compresses")
+        elif best is None:
             said.append(f"{where} nothing is decided")
         else:
             gain = f"{number(p.speedup(best)[0])}x as fast as fp32" if p.has("fp32") else "the fastest"

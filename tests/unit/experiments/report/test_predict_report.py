@@ -14,12 +14,12 @@ import pandas as pd
 import pytest
 import yaml
 
-from birder.predict import DEFAULT, METHODS, NVLINK, gpus
+from birder.predict import DEFAULT, METHODS, NVLINK, Cluster, Link, gpus, predict
 from birder.predict.table import MODEL_ERROR
 from experiments import predict as entry
 from experiments.cells import claimed, suite, timelines
 from experiments.records.record import PUBLISHED, ROOT, ResultRecord, read_all
-from experiments.report import accuracy_page, answered, prediction, replay_page, replayed
+from experiments.report import accuracy_page, answered, prediction, prediction_plots, replay_page, replayed
 from experiments.report.formats import number
 from launch.errors import UserError
 from studies import predicted as study
@@ -286,6 +286,28 @@ def test_tables_fit_the_terminal(
 @pytest.mark.slow
 def test_worked_examples_are_answered_so_today(tmp_path: Path) -> None:
     assert entry.examples(tmp_path / "page.md").read_text() == entry.EXAMPLES.read_text()
+
+
+def test_a_sweep_says_of_one_node_what_the_main_answer_says() -> None:
+    """Over PCIe compressing pays on one node too; where FSDP leaves nothing to compress, nothing is left to be decided."""
+    t, names = timelines.load("resnet50_b32_tf32"), ["fp32", "bf16", "birder", "none"]
+
+    def point(of: list[str], inside: Link) -> str:
+        found = [predict(t, Cluster.of_gpus(n, 8, Link(10.0, 20.0), inside), of) for n in (1, 8)]
+        return prediction_plots.point(found, "nodes", lambda p, name: True)
+
+    assert point(names, Link(20.0)).startswith("On one node Birder is predicted to be ")
+    assert point(names, NVLINK).startswith("On one node compression gains nothing; on 8 nodes Birder is ")
+    assert point(["fp32", "bf16", "none"], NVLINK).count("nothing is compared that compresses") == 1
+
+
+def test_a_sweep_over_nodes_of_one_gpu_has_no_hierarchical_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the main answer; a sweep advised one."""
+    asked = ["timeline=resnet50_b32_tf32", "cluster.ranks_per_node=1"]
+    assert entry.main([*asked, "--sweep", "gbps", "--out", str(tmp_path / "x.png")]) == 0
+    assert "hierarchical" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("over", ["gbps", "nodes"])
