@@ -318,8 +318,8 @@ def size(nbytes: float) -> str:
 
 
 def digits(value: float, count: int = 4) -> str:
-    """A number of so many digits, or whole where it has more before the point: never with an exponent."""
-    return f"{value:.0f}" if value >= 10**count - 0.5 else f"{value:.{count}g}"
+    """A number of so many digits, or whole where it has more before the point or is next to 0: never with an exponent."""
+    return f"{value:.0f}" if value >= 10**count - 0.5 or abs(value) < 1e-4 else f"{value:.{count}g}"
 
 
 def crossover(

@@ -10,7 +10,7 @@ import pytest
 
 from birder.predict import Cluster, Costs, Timeline, TrainingPlan, answer, crossover, measure_kernels, predict, sweep
 from birder.predict.layouts import STATE
-from birder.predict.table import size
+from birder.predict.table import digits, size
 from birder.predict.timeline import read
 from tests.helpers import ROOT
 from tests.unit.birder.predict.test_predict import link
@@ -66,6 +66,7 @@ def test_long_steps_are_shown_without_exponents() -> None:
     slow = predict(bert(), Cluster(8, 8, link(0.1)))
     assert slow["fp32"].ms > 1e4
     assert "e+" not in str(slow)
+    assert [digits(ms) for ms in (7e-15, 9e-5, 1.5e-4, 12345.6)] == ["0", "0", "0.00015", "12346"]
     assert [size(nbytes) for nbytes in (999.4, 999.6, 1.5e6, 2e12)] == ["999 B", "1 kB", "1.5 MB", "2000 GB"]
 
 
