@@ -151,7 +151,7 @@ def program(item: Item, round_: Round, method: MethodSpec, cluster: Cluster, cos
         exchange = EXCHANGES.get(int(number_bytes), "pairwise")
         sending = costs.sending_ms(exchange, sent.nbytes / cluster.ranks_per_node) if layout.shared else 0.0
         item.stages += [(SEND, sending), *over(sent)]
-        item.nic_bytes += sent.nbytes
+        item.nic_bytes += sent.nbytes if cluster.nodes > 1 else 0.0  # inside a node nothing passes a NIC
 
     d = float(item.elements)
     own, by_nodes = d / cluster.parts, method.hierarchical

@@ -140,7 +140,7 @@ def _sharded(t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, pl
     (row,) = predict(plan.timeline(t, cluster, width), alone, [method.name], costs).rows
     wide = 2 if t.precision in HALVES else 4
     numbers = 2 * wide * t.whole + width * t.elements  # two gathers, one scatter
-    sent = plan.accumulation * cluster.sharded(1.0).nbytes * numbers if width else 0.0
+    sent = plan.accumulation * cluster.sharded(1.0).nbytes * numbers if width and cluster.nodes > 1 else 0.0
     return replace(row, step=replace(row.step, nic_bytes=sent), state_bytes=plan.state(method, cluster) * t.elements)
 
 

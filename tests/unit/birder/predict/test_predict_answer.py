@@ -227,6 +227,14 @@ def test_fsdp_over_all_ranks_has_nothing_to_compress() -> None:
     assert slow.prediction["bf16"].ms < slow.prediction["fp32"].ms
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_on_one_node_nothing_passes_a_nic(sharding: Any) -> None:
+    """The column had what passes a GPU's link inside the node."""
+    p = answer(timeline(), Cluster.of_gpus(1, 8, Link(10.0), Link(20.0)), TrainingPlan(sharding)).prediction
+    assert {r.step.nic_bytes for r in p.rows} == {0.0}
+    assert p["fp32"].ms > p["bf16"].ms > p["none"].ms
+
+
 def test_a_method_that_a_layout_cannot_run_is_refused() -> None:
     with pytest.raises(ValueError, match=r"birder needs the whole model, or nodes as workers: not with sharding=hsdp"):
         ask(10, TrainingPlan("hsdp"), methods=["birder"])
