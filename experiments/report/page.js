@@ -83,7 +83,7 @@ function showPrediction(event) {
   const ms = grid.ms[m][n][g], fp32 = ms[grid.fp32];
   const order = ms.map((_, i) => i).filter((i) => i !== grid.bound).sort((a, b) => ms[a] - ms[b]);
   const rows = [...order, grid.bound].map((i) => [grid.methods[i], number(ms[i]), times(fp32 / ms[i]), times(ms[grid.bf16] / ms[i])]);
-  fill($("predicted"), "", ["method", "ms a step", "vs fp32", "vs bf16"], rows, 0);
+  fill($("predicted"), "", ["method", "ms a step", "vs fp32", "vs bf16"], rows, order.indexOf(grid.wins[m][n][g]));
   $("answer").textContent = grid.answers[m][n][g];
   const traces = grid.curves.map((i, k) => ({name: grid.methods[i], x: grid.gbps, y: grid.gbps.map((_, r) => grid.ms[m][n][r][grid.fp32] / grid.ms[m][n][r][i]),
     mode: "lines+markers", marker: {symbol: symbols[k], size: 7}, line: {color: colour(k), width: 2, dash: i === grid.bound ? "dot" : "solid"}}));
