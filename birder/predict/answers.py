@@ -7,7 +7,7 @@ and slower, of encoding that delays backward, and of the model of communication,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -121,8 +121,8 @@ class Answer:
         if self.plan.sharding == "fsdp":
             share = 1 - p["none"].ms / bf16
             why = "FSDP over all ranks has no replicas to compress between"
-            several = min(p.cluster.nodes, p.cluster.ranks_per_node) > 1
-            more = " sharding=hsdp keeps its collectives inside the nodes." if share > NEAR and several else ""
+            other = min(p.cluster.nodes, p.cluster.ranks_per_node) > 1 and self._has_room("hsdp")
+            more = " sharding=hsdp keeps its collectives inside the nodes." if share > NEAR and other else ""
             return [*said, f"Do not compress: {why}; {100 * share:.0f} % of its step is waiting.{more}"]
         if best is None or not self.pays:
             said.append(self._not())
@@ -137,12 +137,21 @@ class Answer:
         return said
 
     def smaller(self) -> str:
-        """What needs less memory: more shards than there are, where there can be, or fewer activations."""
-        c, now, fewer = self.prediction.cluster, self.plan.sharding, "take a smaller batch or checkpointing=true."
-        if now == "fsdp" or c.ranks == 1:
+        """What needs less memory: shards of which a GPU has the room for one, where there can be more of them; fewer
+        activations."""
+        c, fewer = self.prediction.cluster, "take a smaller batch or checkpointing=true."
+        inside = ["hsdp"] if min(c.nodes, c.ranks_per_node) > 1 else []
+        wider = {"ddp": [*inside, "fsdp"], "hsdp": ["fsdp"], "fsdp": []}[self.plan.sharding] if c.ranks > 1 else []
+        if not wider:
             return fewer.capitalize()
-        wider = "hsdp" if now == "ddp" and min(c.nodes, c.ranks_per_node) > 1 else "fsdp"
-        return f"Shard it (sharding={wider}), or {fewer}"
+        fitting = next((s for s in wider if self._has_room(s)), None)
+        return f"Shard it (sharding={fitting}), or {fewer}" if fitting else f"Shard it (sharding=fsdp) and {fewer}"
+
+    def _has_room(self, sharding: Any) -> bool:
+        """Whether a GPU has it for bf16 with another sharding, as far as that is known."""
+        p, own = self.prediction, replace(self.plan, sharding=sharding)
+        now, then = (plan.memory_gb(p.timeline, p.cluster, METHODS["bf16"], 0.0) for plan in (self.plan, own))
+        return self.gpu is None or not self.memory or self.memory["bf16"] + then - now <= self.gpu.gb
 
     def _percent(self, name: str) -> list[str]:
         """`saving` in per cent."""

@@ -20,8 +20,8 @@ function payAt(c, gbps) {  // each method's ms, and the ends of the savings of t
   return {ms: sum.slice(0, count).map(Math.exp), low: end(count), high: end(count + pay.compressed.length)};
 }
 
-function payMemory(c) {  // GB of a rank; activations are as many times as large as the batch
-  const sum = Array(pay.methods.length).fill(0);
+function payMemory(c) {  // GB of a rank, at last under HSDP and FSDP; activations are as many times as large as the batch
+  const sum = Array(pay.methods.length + 2).fill(0);
   between(pay.batches[c.model], c.batch, (v) => v).forEach(([b, x]) => between(pay.nodes, c.nodes).forEach(([n, y]) =>
     pay.gb[c.model][b][c.ranks][n].forEach((value, i) => { sum[i] += x * y * value; })));
   return sum;
@@ -55,10 +55,15 @@ function payAdvice(c) {  // birder.predict.table.advised: a method, or null; whe
   return {...found, best: kept.find((i) => run(i) <= (1 + pay.tie) * first), pays: true};
 }
 
+function paySmaller(gb, fits) {
+  const fitting = [["hsdp", pay.methods.length], ["fsdp", pay.methods.length + 1]].find(([, place]) => fits(place));
+  return "Shard it (sharding=" + (fitting ? fitting[0] + "), or" : "fsdp) and") + " take a smaller batch or checkpointing=true.";
+}
+
 function paySentences({c, ms, low, high, gb, fits, paying, best, pays, why}) {  // those of the command line
   const said = [], there = offered(c), bf16 = ms[pay.bf16], saving = (i) => 1 - ms[i] / bf16;
   const ends = (i) => " [" + percent(low[i]) + ", " + percent(high[i]) + "]";
-  if (!there.some(fits)) said.push("It does not fit: " + digits(Math.min(...there.map((i) => gb[i])), 3) + " GB of " + pay.gpu_gb[c.gpu] + " GB on one " + pay.gpus[c.gpu] + ". " + pay.smaller[c.ranks]);
+  if (!there.some(fits)) said.push("It does not fit: " + digits(Math.min(...there.map((i) => gb[i])), 3) + " GB of " + pay.gpu_gb[c.gpu] + " GB on one " + pay.gpus[c.gpu] + ". " + paySmaller(gb, fits));
   if (pays) {
     said.push("Compress: " + pay.methods[best] + " saves " + percent(saving(best)) + " % of the step" + ends(best) + " against bf16, " +
       (bf16 / ms[best]).toFixed(2) + "x as fast as bf16; " + pay.price[best] + ".", pay.needs[best]);

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from birder.predict import DEFAULT, METHODS, Cluster, Link, Timeline, gpus
-from birder.predict.answers import DDP, FAR, Answer, answer
+from birder.predict.answers import FAR, Answer, answer
+from birder.predict.layouts import DDP, TrainingPlan
 from birder.predict.methods import WARM
 from birder.predict.table import NEAR, NOT_COMPARED, TIE
 from experiments.cells import architectures
@@ -63,7 +64,7 @@ def data(choice: Choice = Choice(), studies: answered.Studies = ()) -> dict[str,
 
     cells[model][batch][gpu][ranks][nodes][rate]: ms of each method, then of each of `COMPRESSED` the low end of its saving,
     then the high one; None for what needs several GPUs a node.
-    gb[model][batch][ranks][nodes]: of each method, what a rank keeps.
+    gb[model][batch][ranks][nodes]: of each method, what a rank keeps; then with bf16 under HSDP, and FSDP.
     """
     cells, gb, first = [], [], gpus.find(choice.gpus[0])
     for model in choice.models:
@@ -72,7 +73,7 @@ def data(choice: Choice = Choice(), studies: answered.Studies = ()) -> dict[str,
         kept = [(work.timeline(first), work.saved_bytes) for work in works]
         gb.append([[[_memory(*of, ranks, nodes) for nodes in choice.nodes] for ranks in choice.ranks] for of in kept])
     every, places, lost = [METHODS[m] for m in DEFAULT], list(range(len(DEFAULT))), answered.lost(studies)
-    some = [_asked(*kept[0], first, ranks, choice.nodes[0], choice.gbps[0]) for ranks in choice.ranks]
+    some = _asked(*kept[0], first, choice.ranks[0], choice.nodes[0], choice.gbps[0])
     return {
         "models": [m.label for m in choice.models],
         "names": [m.name.partition(":")[2] for m in choice.models],
@@ -87,8 +88,7 @@ def data(choice: Choice = Choice(), studies: answered.Studies = ()) -> dict[str,
         "gbps": list(choice.gbps),
         "methods": [m.label for m in every],
         "about": [m.about for m in every],
-        "needs": [some[0].needs(m) if m.name in COMPRESSED else "" for m in every],
-        "smaller": [found.smaller() for found in some],
+        "needs": [some.needs(m) if m.name in COMPRESSED else "" for m in every],
         "not_compared": NOT_COMPARED,
         "curves": [DEFAULT.index(m) for m in CURVES],
         "compressed": [DEFAULT.index(m) for m in COMPRESSED],
@@ -131,4 +131,5 @@ def _cell(found: Answer) -> list[float | None]:
 
 def _memory(t: Timeline, saved_bytes: float, ranks: int, nodes: int) -> list[float]:
     there = Cluster(nodes, ranks, Link(1.0))
-    return [round(DDP.memory_gb(t, there, METHODS[m], saved_bytes), 3) for m in DEFAULT]
+    asked = [*((DDP, m) for m in DEFAULT), *((TrainingPlan(s).on(there), "bf16") for s in ("hsdp", "fsdp"))]
+    return [round(plan.memory_gb(t, there, METHODS[m], saved_bytes), 3) for plan, m in asked]

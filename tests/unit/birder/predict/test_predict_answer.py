@@ -347,9 +347,31 @@ def test_what_does_not_fit_is_advised_more_shards_than_it_has(
     sharding: Any, nodes: int, ranks: int, advice: str
 ) -> None:
     cluster = Cluster.of_gpus(nodes, ranks, Link(10.0))
-    first = answer(timeline(), cluster, TrainingPlan(sharding), gpu=find("l4"), saved_bytes=40e9).sentences()[0]
+    t, plan = timeline(elements=2000 * MILLION, layers=100), TrainingPlan(sharding)
+    least = min(answer(t, cluster, plan, gpu=find("l4"), saved_bytes=8e9).memory.values())
+    small = replace(find("l4"), gb=least - 0.1)
+    first = answer(t, cluster, plan, gpu=small, saved_bytes=8e9).sentences()[0]
     assert first.startswith("It does not fit: ")
     assert advice in first
+
+
+@pytest.mark.parametrize(
+    ("millions", "advice"),
+    [
+        (2000, "Shard it (sharding=hsdp), or take a smaller batch"),
+        (20_000, "Shard it (sharding=fsdp), or take a smaller batch"),
+        (60_000, "Shard it (sharding=fsdp) and take a smaller batch"),
+    ],
+)
+def test_a_sharding_is_advised_that_fits(millions: int, advice: str) -> None:
+    """Shards of a node were advised to whoever had no room for them, and then more; and back again by the answer to FSDP."""
+    t, cluster = timeline(elements=millions * MILLION, layers=100), Cluster.of_gpus(4, 8, Link(10.0))
+    ddp, fsdp = (
+        answer(t, cluster, TrainingPlan(s), gpu=find("l4"), saved_bytes=1e9).sentences()  # type: ignore[arg-type]
+        for s in ("ddp", "fsdp")
+    )
+    assert advice in ddp[0]
+    assert ("sharding=hsdp" in " ".join(fsdp)) == ("hsdp" in advice)
 
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
