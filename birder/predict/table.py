@@ -117,20 +117,23 @@ def predict(
     chosen, plan = plan.choose(methods, cluster), plan.on(cluster)
     if plan.sharding == "fsdp":
         return Prediction(timeline, cluster, costs, tuple(_sharded(timeline, cluster, m, costs, plan) for m in chosen))
-    whole, timeline = cluster, plan.timeline(timeline, cluster)
-    cluster = plan.between(whole)
+    computed = {width: plan.timeline(timeline, cluster, width) for width in (2, 4)}
+    whole, cluster = cluster, plan.between(cluster)
     layout = layout or Layout(gpu=timeline.gpu != "cpu")
-    bound = simulate(timeline, cluster, METHODS["none"], costs, layout).ms
+    bound = simulate(computed[2], cluster, METHODS["none"], costs, layout).ms
     rows = []
     for method in chosen:
         method = method if local_steps is None else every(method, local_steps)
+        timeline = computed[
+            WIDTHS.get(method.name, 4) or 2
+        ]  # nothing is bound by more than the least that is scattered
         step = simulate(timeline, cluster, method, costs, layout)
         low, high = _interval(timeline, cluster, method, costs, layout, step, bound)
         more = 0.0 if method.name == "none" else beyond_ms
         low, high = max(min(low, bound), low + min(more, 0.0)), high + max(more, 0.0)
         state = plan.state(method, whole) * timeline.elements
         rows.append(PredictedRow(method, step, low, high, state, max(more, 0.0)))
-    return Prediction(timeline, whole, costs, tuple(rows))
+    return Prediction(computed[4], whole, costs, tuple(rows))
 
 
 def _sharded(t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, plan: TrainingPlan) -> PredictedRow:
