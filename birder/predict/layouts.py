@@ -18,6 +18,9 @@ over the links inside the node, or for fsdp over the NIC. What a rank keeps in m
 ones of f bytes, s shards:
 
     (4) ((4 + 4 + state) d + f)/s + 2 bytes a parameter in 16 bits [with shards of two layers] + activations + `CONTEXT_GB`
+
+Gradients and DDP's buckets are taken to be the same tensors (`gradient_as_bucket_view=True`). An optimizer of this package
+gathers them once more, in its units, and keeps `HELD` d/s bytes in all to send them.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from birder.predict.timeline import Timeline
 CONTEXT_GB = 1.5
 """CUDA, NCCL and what the allocator cannot use: assumed."""
 HALVES = ("bf16", "fp16", "amp")
+HELD = 4.375
+"""Bytes per parameter of a unit's gradient, of the bits that are sent and received, and of the result."""
 FREE = Link(1e9)
 LAYERS_AT_ONCE = 2
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "none": 0}
@@ -128,7 +133,8 @@ class TrainingPlan:
         whole = half * (t.elements + (sum(t.frozen) if frozen > half * sum(t.frozen) else 0))
         if shards > 1:
             whole = (half or 4.0) * LAYERS_AT_ONCE * max(*(g.numel for g in t.gradients), *t.frozen, 0)
-        kept = (8 / shards + self.state(method, cluster)) * t.elements + frozen / shards
+        held = 0.0 if method.hooked else HELD
+        kept = ((8 + held) / shards + self.state(method, cluster)) * t.elements + frozen / shards
         return (kept + whole + saved_bytes) / 1e9 + CONTEXT_GB
 
     def state(self, method: MethodSpec, cluster: Cluster) -> float:

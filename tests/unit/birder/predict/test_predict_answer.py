@@ -15,7 +15,7 @@ from birder.predict import METHODS, Cluster, Costs, Gradient, IntraNode, Link, T
 from birder.predict.answers import Answer, answer
 from birder.predict.costs import BYTES
 from birder.predict.gpus import GPUS, find
-from birder.predict.layouts import CONTEXT_GB, STATE, TrainingPlan
+from birder.predict.layouts import CONTEXT_GB, HELD, STATE, TrainingPlan
 from birder.predict.methods import every
 
 MILLION = 1_000_000
@@ -422,6 +422,18 @@ def test_state_is_what_the_method_keeps(name: str) -> None:
     state = TrainingPlan(optimizer="sgd").state(METHODS[name], Cluster(1, 1, Link(1.0)))
     assert optimizer.state_bytes() == pytest.approx(state * 256 * 256, rel=0.001)
     assert METHODS[name].local is optimizer.local_models
+    if not METHODS[name].hooked:  # nor is what is sent in the optimizer's state
+        held = sum(t.nbytes for u in optimizer.units for t in (u.grad, *u.buffers.values()))
+        assert held == pytest.approx(HELD * 256 * 256, rel=0.1)
+
+
+def test_memory_holds_the_gradients_that_are_sent() -> None:
+    """Birder, which keeps 8 bytes a parameter as Adam does, seemed to fit wherever Adam does."""
+    t, cluster = timeline(), Cluster(4, 8, Link(10))
+    for sharding, name, shards in (("ddp", "birder", 1), ("hsdp", "birder_hierarchical", 8)):
+        plan = TrainingPlan(sharding)  # type: ignore[arg-type]
+        own, adam = (plan.memory_gb(t, cluster, METHODS[m], 3e9) for m in (name, "bf16"))
+        assert own - adam == pytest.approx(0.1 * HELD / shards)
 
 
 def test_every_method_has_an_entry() -> None:
