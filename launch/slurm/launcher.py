@@ -176,7 +176,11 @@ class SlurmLauncher(Launcher):
         node = [self.python, str(NODE_PROGRAM), "--ranks", str(self.ranks_per_node), "--backend", self.backend]
         node += ["--interface", self.interface] if self.interface else []
         exports = {"BIRDER_RESUME": "auto", **self.torchrun_environment()}
-        paths = {"cwd": Path.cwd(), "script": folder / "job.sh", "left": folder / failure.TORCHRUN}
+        paths: dict[str, str | Path] = {
+            "cwd": Path.cwd(),
+            "script": folder / "job.sh",
+            "left": folder / failure.TORCHRUN,
+        }
         paths |= {"ranks": folder / "ranks", "errors": folder / "errors", "log": f"{_logs(spec)}/node%n.log"}
         return _SCRIPT.render(
             id=spec.id,
