@@ -116,10 +116,11 @@ def test_elements_without_a_gradient_of_their_own_may_stay(form: str) -> None:
         assert moved == [unseen == "step", False, True]
 
 
+@pytest.mark.parametrize("fraction", [0.1, 0.2])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_every_chunk_has_its_turn_where_a_state_was_saved_with_more_of_them() -> None:
-    """Elements of chunks beyond the present number were never averaged again."""
-    saved = copy.deepcopy(bound("v1", fraction=0.1).state_dict())
+def test_every_chunk_has_its_turn_where_a_state_was_saved_with_more_of_them(fraction: float) -> None:
+    """Elements of chunks beyond the present number, of which there are four, were never averaged again."""
+    saved = copy.deepcopy(bound("v1", fraction=fraction).state_dict())
     optimizer, fresh = (bound("v1", fraction=0.25) for _ in range(2))
     optimizer.load_state_dict(saved)
     for step in range(1, 9):
