@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -191,3 +192,26 @@ def test_a_unit_whose_few_are_seen_has_no_map() -> None:
         maps.append("active" in optimizer.units[0].state)
     assert maps == [True, True, True, False]  # the host learns of it a step later
     assert p[0, 0] != 0
+
+
+def test_what_a_loaded_state_has_not_seen_joins_again() -> None:
+    """The state is of a time when more was unseen than when the host last looked."""
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = birder.Birder([p], lr=0.1)
+
+    def step(first: float) -> None:
+        p.grad = torch.ones(64, 64)
+        p.grad[0, :3], p.grad[0, 3] = first, 0.0
+        optimizer.step()
+
+    step(0.0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for _ in range(3):
+        step(1.0)
+    assert len(optimizer._few[0].places) == 1
+    before = p.detach().clone()
+    optimizer.load_state_dict(saved)
+    step(1.0)
+    moved = (p.detach() != before)[0]
+    assert moved[:3].all()
+    assert not moved[3]
