@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import birder
 from birder import attach
 from tests.distributed.test_ddp import wrap
 from tests.distributed.test_guards import METHODS, make
 from tests.helpers import toy
+from tests.helpers.ordinary import said
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow
 
@@ -100,6 +102,31 @@ def test_an_option_of_this_step_counts_or_is_refused_in_this_step(few: bool) -> 
     tried = {name for variant, (name, _) in VARIANTS.items() if (variant in FEW) == few}
     assert {name for name, option in refused if option == "lr"} == USE_LR_EARLY & tried
     assert not {name for name, _ in refused} & {"SGDM", "AdamW", "BertAdam", "LAMB"}
+
+
+def rates_midway(rank: int, world: int) -> dict[str, str]:
+    """What is said where a rate changes after backward: a tensor in place, as torch's schedules do, or a later group's."""
+    found = {}
+    for case in ("in place", "second group"):
+        model = toy.make()
+        rates = [torch.tensor(0.01), torch.tensor(0.01)]
+        layers = [list(model.first.parameters()), list(model.second.parameters())]
+        groups = [{"params": p, "lr": lr} for p, lr in zip(layers, rates, strict=True)]
+        ddp, optimizer = wrap(model), birder.EFSGD(groups, ratio=2, block=32)
+        attach(ddp, optimizer)
+        toy.loss(ddp, rank, 1).backward()
+        if case == "in place":
+            rates[0].fill_(0.02)
+        else:
+            optimizer.param_groups[1]["lr"] = 0.02
+        found[case] = said(optimizer.step)
+    return found
+
+
+def test_a_rate_that_changes_in_place_or_in_a_later_group_is_refused_too() -> None:
+    (found,) = run_ranks(rates_midway, 1)
+    for case, line in found.items():
+        assert "lr changed between backward and step()" in line, case
 
 
 class Watched(dict):
