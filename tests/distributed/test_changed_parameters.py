@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder import attach
 from tests.helpers import toy
+from tests.helpers.ordinary import said
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow, slow_unless
 
@@ -251,6 +252,25 @@ def test_a_change_between_backward_and_step_counts_or_is_refused(names: tuple[st
         else:  # on the mean: what a rank has read of them by then is a matter of timing
             rows = toy.part((got[-1] + second[name][-1]) / 2, "embed.weight")[toy.USED :]
             assert torch.allclose(rows, began * 0.95**STEPS, rtol=5e-3), name
+
+
+def decays_late(rank: int, world: int) -> dict[str, str]:
+    """What is said where weight decay is a part of messages, and parameters change between backward and step."""
+    said_of = {}
+    for name in ("EFSGD", "EF21SGDM"):
+        model = toy.make()
+        ddp, optimizer = DistributedDataParallel(model), getattr(birder, name)(model.parameters(), weight_decay=0.1)
+        attach(ddp, optimizer)
+        toy.loss(ddp, rank, 1).backward()
+        decay(model, rank, 1)
+        said_of[name] = said(optimizer.step)
+    return said_of
+
+
+def test_a_change_of_parameters_whose_decay_has_been_sent_is_refused() -> None:
+    (said_of,) = run_ranks(decays_late, 1)
+    for name, line in said_of.items():
+        assert "parameters were changed between backward and step()" in line, name
 
 
 # ---- resume, nodes -------------------------------------------------------------------------------------------------------
