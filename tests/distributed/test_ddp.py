@@ -143,17 +143,21 @@ def disagree(rank: int, world: int, what: str) -> str:
     model = toy.make()
     odd = rank == 2
     options = {"lr": 0.02 if odd and what == "lr" else 0.01, "idle": "hold" if odd and what == "idle" else "decay"}
-    optimizer = Birder(model.parameters(), **options)
+    optimizer, ddp = Birder(model.parameters(), **options), wrap(model)
     if odd and what == "steps":  # replicas of a dense method drifted apart without a word
         optimizer.steps = 3
+    if odd and what == "frozen":  # its units would hold other parameters
+        model.second.requires_grad_(False)
+    if odd and what == "state":  # it alone would put a state into its units
+        optimizer.state[model.scale]["m"] = torch.ones(1)
     try:
-        attach(wrap(model), optimizer, hierarchical=odd and what == "hierarchical")
+        attach(ddp, optimizer, hierarchical=odd and what == "hierarchical")
     except RuntimeError as e:
         return str(e)
     return ""
 
 
-@pytest.mark.parametrize("what", ["lr", "idle", "hierarchical", "steps"])
+@pytest.mark.parametrize("what", ["lr", "idle", "hierarchical", "steps", "frozen", "state"])
 def test_ranks_that_disagree_are_named(what):
     said = run_ranks(disagree, 3, what)
     assert all("ranks [2] differ from rank 0" in s for s in said)
@@ -240,6 +244,25 @@ def test_a_closed_attachment_leaves_averaging_to_ddp_also_where_it_sent_nothing(
     (alone, together), (alone1, together1) = run_ranks(closed_without_communication, 2)
     assert alone != alone1
     assert together == together1
+
+
+def steps_after_close(rank: int, world: int) -> str:
+    model = toy.make()
+    ddp, optimizer = wrap(model), Birder(model.parameters(), lr=0.01)
+    attach(ddp, optimizer).close()
+    toy.loss(ddp, rank, 1).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as e:
+        return str(e)
+    return ""
+
+
+def test_a_step_after_close_is_refused_where_there_are_other_ranks() -> None:
+    """Its process group may be another attachment's by then."""
+    assert all(
+        "was closed: call birder.attach(model, optimizer) again" in said for said in run_ranks(steps_after_close, 2)
+    )
 
 
 def left_over(rank: int, world: int) -> list[str]:
