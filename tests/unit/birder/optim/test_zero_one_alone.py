@@ -180,3 +180,27 @@ def test_a_layer_that_is_unfrozen_between_two_syncs_goes_on_from_where_it_is(loa
     with pytest.warns(RuntimeWarning, match="parameters were changed between two synchronisations"):
         to_the_sync()
     assert float((b.detach() - begun).abs().mean()) < 2 * float((a.detach() - other).abs().mean())
+
+
+@pytest.mark.parametrize(("decay", "eps"), [(0.0, 1e-3), (2.0, 1e3)], ids=["steps", "decay"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_a_script_adds_within_an_interval_stays_and_decays_in_each_step_after_it(decay: float, eps: float) -> None:
+    """With the same gradients nothing else differs. With the large eps all else is too small to matter."""
+    ends = []
+    for added in (0.0, 1.0):
+        options = {"warmup_steps": 2, "local_doubling": 1, "local_limit": 4}
+        x, optimizer = lonely(64, lr=0.1, weight_decay=decay, eps=eps, **options)
+        since = -1
+        for step in range(1, 40):
+            x.grad = torch.full((64,), 1.0 + step % 3)
+            optimizer.step()
+            since += since >= 0
+            if since > 0 and optimizer.synced(step):
+                break
+            if since < 0 and step > 20 and optimizer.synced(step - 1):  # the first local step of four is over
+                since = 0
+                x.data.add_(added)
+        ends.append(x.detach().clone())
+    assert since == 3
+    expected = torch.full((64,), (1 - 0.1 * decay) ** since)
+    torch.testing.assert_close(ends[1] - ends[0], expected, rtol=0, atol=1e-3 if decay else 1e-5)
