@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from birder import Topology
-from birder.comm.collectives import Operation
+from birder.comm.collectives import FEW, Operation
 from birder.comm.virtual import communicators
 
 RANKS = 4
@@ -41,3 +41,14 @@ def test_a_part_that_is_still_being_sent_is_not_overwritten(given: bool) -> None
         gathers = [comm.gather(chunk, out) for comm, chunk, out in zip(comms, chunks, outs, strict=True)]
         for found in performed(gathers, order):
             assert found.tolist() == whole.tolist(), order
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize("count", [1, 8 * FEW, 8 * FEW + 1, 24 * FEW + 5])
+def test_a_union_is_that_of_all_ranks_however_many_flags_there_are(count: int, hierarchical: bool) -> None:
+    """Beyond FEW bytes each rank, or each node, unites a part."""
+    flags = [torch.arange(count) % 7 == rank for rank in range(RANKS)]
+    comms = communicators(Topology(2, 2), hierarchical)
+    unions = [comm.union(mine) for comm, mine in zip(comms, flags, strict=True)]
+    for found in performed(unions, tuple(range(RANKS))):
+        assert torch.equal(found, torch.stack(flags).any(0))
