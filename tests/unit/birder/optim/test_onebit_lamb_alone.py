@@ -92,7 +92,7 @@ def test_a_bound_of_1_is_refused(bounds: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("method", [OneBitAdam, OneBitLAMB])
-@pytest.mark.parametrize(("saved", "present", "counts"), [(3, 8, 3), (8, 3, 6), (8, 5, 6), (8, 9, 9)])
+@pytest.mark.parametrize(("saved", "present", "counts"), [(3, 8, 3), (5, 8, 5), (8, 3, 6), (8, 5, 6), (8, 9, 9)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_saved_variance_has_had_the_warm_up_that_it_has_had(
     method: type[OneBitMethod], saved: int, present: int, counts: int
@@ -115,3 +115,17 @@ def test_the_saved_variance_has_had_the_warm_up_that_it_has_had(
     assert resumed.warmup_steps == counts
     assert torch.equal(end, trained(counts, state)[1])
     assert not torch.equal(end, start)
+
+
+def test_a_tensor_that_has_no_gradient_in_the_last_step_of_the_warm_up_moves_after_it() -> None:
+    """What is frozen then is of all tensors: its scale and its fresh variance are not those of before."""
+    p, q = (torch.nn.Parameter(torch.ones(64)) for _ in range(2))
+    optimizer = OneBitLAMB([p, q], lr=0.01, warmup_steps=4)
+    for step in range(1, 7):
+        p.grad, q.grad = grads(step, 64), None if step == 4 else grads(step + 100, 64)
+        before = q.detach().clone()
+        optimizer.step()
+        assert torch.equal(q, before) is (step == 4)
+    state = optimizer.units[0].state
+    assert (state["scale"] > 0).all()
+    assert (optimizer.units[0].view(state["fresh"], 0) > 0).all()
