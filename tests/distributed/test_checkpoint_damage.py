@@ -98,6 +98,9 @@ def test_all_ranks_fall_back_together_when_one_file_is_broken(tmp_path: Path) ->
             assert re.search("checkpoint step-00000002 is broken: " + said, line)
             assert len(line) < 300
         assert checkpoint.latest(tmp_path / what) == (1, tmp_path / what / "step-00000001")
+        resized = checkpoint.restore(tmp_path / what, any_world=True)  # one rank, which needs the other's file too
+        assert resized is not None
+        assert resized.step == 1, what
 
 
 def test_only_broken_ones_are_no_beginning(tmp_path: Path) -> None:
