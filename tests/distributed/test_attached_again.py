@@ -68,8 +68,8 @@ def test_close_leaves_one_rank_nothing_that_is_refused_for_backwards_messages() 
     run_ranks(left_alone, 1)
 
 
-def watched_again(rank: int, world: int, change: bool) -> tuple[list[str], torch.Tensor]:
-    """Attached again within an interval, with units of another size; `change`: the caller clips after that."""
+def watched_again(rank: int, world: int, change: str) -> tuple[list[str], torch.Tensor]:
+    """Attached again within an interval, with units of another size; the caller clips before or after that, or never."""
     model = toy.make()
     ddp, optimizer = DistributedDataParallel(model), birder.QSparseLocalSGD(model.parameters(), **QSPARSE)
     attachment = attach(ddp, optimizer, unit_mb=0.001)
@@ -79,21 +79,21 @@ def watched_again(rank: int, world: int, change: bool) -> tuple[list[str], torch
             optimizer.zero_grad()
             toy.loss(ddp, rank, step).backward()
             optimizer.step()
-            if step == H + 1:
-                attachment = attach(ddp, optimizer)
-            if step == H + 2 and change:
+            if step == {"before": H + 1, "after": H + 2}.get(change):
                 for p in model.parameters():
                     p.data.clamp_(-0.05, 0.05)
+            if step == H + 1:
+                attachment = attach(ddp, optimizer)
     units = len(optimizer.units)
     attachment.close()
     assert units == 1
     return [str(w.message) for w in said if "synchronisation" in str(w.message)], toy.flat(model)
 
 
-@pytest.mark.parametrize("change", [False, True])
-def test_units_of_another_size_see_the_callers_changes_and_no_others(change: bool) -> None:
+@pytest.mark.parametrize("change", ["never", "before", "after"])
+def test_units_of_another_size_see_the_callers_changes_and_no_others(change: str) -> None:
     (said, mine), (_, theirs) = run_ranks(watched_again, 2, change)
-    assert len(said) == int(change), said
+    assert len(said) == int(change != "never"), said
     assert (mine == theirs).all()
 
 
@@ -139,8 +139,11 @@ def test_each_attachment_counts_what_its_own_optimizer_sends() -> None:
     assert "\n" not in message
 
 
-def by_nodes_and_back(rank: int, world: int) -> list[torch.Tensor]:
-    """What workers withhold, all together or on average, before and after attaching by nodes, and by ranks again."""
+def by_nodes_and_back(rank: int, world: int, frozen: bool) -> list[torch.Tensor]:
+    """What workers withhold, all together or on average, before and after attaching by nodes, and by ranks again.
+
+    frozen: a layer is so meanwhile, and its state is kept aside.
+    """
     found = []
     for reduce, name in (("one_phase", "owner_error"), ("two_phase", "worker_error")):
         model = toy.make()
@@ -153,17 +156,27 @@ def by_nodes_and_back(rank: int, world: int) -> list[torch.Tensor]:
 
         attach(ddp, optimizer)
         toy.train(ddp, optimizer, rank, range(1, 4))
+        optimizer.zero_grad()
         found.append(withheld())
+        before: dict[str, Any] = {}
         for how in ({"hierarchical": True, "topology": Topology(1, 2)}, {}):
+            if frozen:
+                model.second.requires_grad_(False)
+                attach(ddp, optimizer, **before)
             attachment = attach(ddp, optimizer, **how)
+            if frozen:
+                model.second.requires_grad_(True)
+                attachment = attach(ddp, optimizer, **how)
             found.append(withheld())
+            before = how
         attachment.close()
     return found
 
 
-def test_what_is_withheld_stays_where_nodes_become_workers_and_back() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_withheld_stays_where_nodes_become_workers_and_back(frozen: bool) -> None:
     """A part of it was dropped where nodes became workers, and sent twice where ranks did again."""
-    for mine in run_ranks(by_nodes_and_back, 2):
+    for mine in run_ranks(by_nodes_and_back, 2, frozen):
         for before, *after in (mine[:3], mine[3:]):
             assert before.abs().max() > 0.1
             for now in after:
