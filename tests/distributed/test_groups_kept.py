@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -100,28 +101,34 @@ def test_a_group_is_used_again_only_where_every_rank_has_it() -> None:
 
 
 def broken(rank: int, world: int) -> list[int]:
-    """An exchange fails on rank 0 before anything is sent."""
+    """An exchange fails on rank 0 before anything is sent; then its step, once everything has been sent."""
     base = toy.make()
     names = []
-    for number in range(3):
+    for number in range(4):
         ddp = DistributedDataParallel(base, gradient_as_bucket_view=True)
         optimizer = birder.Birder(base.parameters(), lr=0.01)
         attachment = birder.attach(ddp, optimizer)
         names.append(str(optimizer.comm.all.group.group_name))  # type: ignore[attr-defined]
+
+        def fail(*_: Any) -> None:
+            raise ValueError("no disk")
+
         if number == 0 and rank == 0:
-
-            def fail() -> None:
-                raise ValueError("no disk")
-
             optimizer.pipeline.submit(fail)
             with pytest.raises(ValueError, match="no disk"):
                 optimizer.pipeline.wait()
+        if number == 1:
+            toy.loss(ddp, rank, 1).backward()
+            if rank == 0:
+                optimizer.update = fail  # type: ignore[method-assign, assignment]
+            with pytest.raises(ValueError, match="no disk") if rank == 0 else contextlib.nullcontext():
+                optimizer.step()
         attachment.close()
     return [names.index(name) for name in names]
 
 
 def test_no_group_is_used_again_in_which_something_failed() -> None:
-    assert fresh_world(broken, 2) == [[0, 1, 1], [0, 1, 1]]
+    assert fresh_world(broken, 2) == [[0, 1, 2, 2], [0, 1, 2, 2]]
 
 
 THREADS = 16
@@ -142,6 +149,21 @@ def test_ranks_that_are_threads_of_one_process_keep_their_groups_apart() -> None
 
     ranks(None)
     assert kept == [20] * THREADS
+
+
+def test_a_group_of_other_ranks_is_not_taken() -> None:
+    found: list[list[int]] = [[] for _ in range(4)]
+
+    @spawn_threads_and_init_comms(world_size=4)
+    def ranks(self) -> None:
+        rank, device = dist.get_rank(), torch.device("cpu")
+        whole = groups.borrow(dist.group.WORLD, device)
+        half = groups.part(whole, [rank // 2 * 2, rank // 2 * 2 + 1])
+        groups.give_back(whole)
+        found[rank] = dist.get_process_group_ranks(groups.borrow(half, device))
+
+    ranks(None)
+    assert found == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def test_a_world_that_has_ended_leaves_nothing() -> None:
