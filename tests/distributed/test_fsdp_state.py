@@ -204,3 +204,20 @@ def test_a_sharded_model_is_refused_where_ranks_save_whole_tensors(tmp_path: Pat
     (said,) = run_ranks(saved_whole, 1, str(tmp_path))
     assert "is sharded: save model and optimizer of FSDP2 with birder.checkpoint.shards.save" in said
     assert not list(tmp_path.glob("step-*"))
+
+
+def warmed_up(rank: int, world: int, folder: str) -> int:
+    """The warm-up of an optimizer that was made with a longer one than that whose state it has loaded."""
+    for warmup in (2, 9):
+        model, optimizer, attachment = hsdp("toy", make_mesh(1, 1), "OneBitAdam", {"warmup_steps": warmup})
+        if warmup == 2:
+            train_alone(model, optimizer, rank, range(1, 4))
+            checkpoints.save(folder, model, attachment)
+    checkpoints.load(folder, model, attachment)
+    return optimizer.warmup_steps  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_warm_up_that_is_over_stays_over(tmp_path: Path) -> None:
+    """Gradients were averaged again, and the frozen variance thawed."""
+    assert run_ranks(warmed_up, 1, str(tmp_path)) == [2]
