@@ -179,6 +179,16 @@ def while_training(rank: int, world: int) -> dict[str, str]:
     torch.distributed.all_gather_object(kept, optimizer.state_dict())
     optimizer.load_state_dict(kept[rank])
     out["state"] = said(lambda: optimizer.load_state_dict(kept[1 - rank]))
+
+    divided = make_mesh(1, 2)
+    small = fully_shard(nn.Linear(3, 3), mesh=divided["shard"])
+    optimizer = birder.Birder(small.parameters())
+    attach(small, optimizer, mesh=divided)
+    torch.distributed.all_gather_object(kept, optimizer.state_dict())
+    out["shard"] = said(lambda: optimizer.load_state_dict(kept[1 - rank]))
+    alone = birder.Birder(nn.Linear(3, 3).parameters())
+    alone.bind()  # its units are of the same length
+    out["whole"] = said(lambda: optimizer.load_state_dict(alone.state_dict()))
     return out
 
 
@@ -196,6 +206,8 @@ def test_what_goes_wrong_in_training_is_refused() -> None:
         assert result["hook of Birder"] == result["hook of SGDM"]
         assert "compile forward only" in result["compiled autograd"]
         assert "saved by rank" in result["state"]
+        assert "saved by rank" in result["shard"]
+        assert "saved with 1 workers x 1 shards, this run has 1 x 2" in result["whole"]
 
 
 def test_the_example_refuses_ranks_that_make_no_two_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
