@@ -197,8 +197,6 @@ class CSER(BlockwiseSGD):
                 z = unit.state["common"].copy_((yield Mean(self.flat_parameters(unit))))
                 torch._foreach_copy_(unit.params, unit.views(z))
             if self._watches:
-                if self.resets(step):
-                    self.watch.forget(unit)
                 self.watch.note(unit)
             unit.result = None
 
