@@ -111,7 +111,7 @@ def clipped(rank: int, world: int, limit: float | None) -> tuple:
     model = toy.make()
     ddp = wrap(model)
     optimizer = Birder(model.parameters(), lr=0.01, max_grad_norm=limit)
-    attach(ddp, optimizer)
+    attach(ddp, optimizer, unit_mb=0.0008)  # several units
     toy.loss(ddp, rank, 1).backward()
     norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
     optimizer.step()
