@@ -73,6 +73,13 @@ def taken_out_and_back(model: Any, optimizer: Any, step: int) -> None:
         group.append(optimizer.out)
 
 
+def taken_out_and_forgotten(model: Any, optimizer: Any, step: int) -> None:
+    """With its state: when it comes back it begins afresh."""
+    taken_out_and_back(model, optimizer, step)
+    if step == 5:
+        del optimizer.state[optimizer.out]
+
+
 def grows(model: Any, optimizer: Any, step: int) -> None:
     """Another parameter takes the place of one, and its state, as where points are added to a scene."""
     if step == 6:
@@ -97,7 +104,8 @@ def state_not_copied(model: Any, optimizer: Any, step: int) -> None:
 
 
 CHANGES: list[Script] = [
-    joins, unfreezes, comes_back, taken_out_and_back, grows, momentum_off_and_on, state_not_copied,
+    joins, unfreezes, comes_back, taken_out_and_back, taken_out_and_forgotten, grows, momentum_off_and_on,
+    state_not_copied,
 ]  # fmt: skip
 
 
