@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import birder
 from birder import attach
 from birder.optim.watch import FIRST, ONE_OF, looked_at
+from tests.helpers.ordinary import said
 from tests.helpers.ranks import fresh_world, run_ranks
 from tests.helpers.waiting import until
 
@@ -103,6 +104,22 @@ def test_a_rate_that_differs_in_one_step_alone_is_refused(name: str, overlap: bo
     for error, step in (first, second):
         assert error.startswith("ranks have other values of lr:"), error
         assert SPIKE <= step <= SPIKE + (4 if name == "ZeroOneAdam" else 0)
+
+
+def apart_in_a_later_group(rank: int, world: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    optimizer = birder.Birder([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.01}], lr=0.05)
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer)
+    ddp(torch.ones(2, 8)).square().mean().backward()
+    optimizer.param_groups[1]["lr"] *= 1 + rank
+    return said(optimizer.step)
+
+
+def test_a_rate_of_a_later_group_that_ranks_differ_in_is_refused() -> None:
+    for error in run_ranks(apart_in_a_later_group, 2):
+        assert error.startswith("ranks have other values of lr:"), error
 
 
 @pytest.mark.parametrize("rows", [20, 5])
@@ -197,6 +214,24 @@ def masked(rank: int, world: int, name: str) -> int:
         except RuntimeError as error:
             return step if "gradients were changed after backward" in str(error) else 0
     return 0
+
+
+def one_of_three(rank: int, world: int) -> list[str]:
+    """What is said where one element of a gradient of odd length is changed, by its place."""
+    found = []
+    for place in range(3):
+        model = nn.Linear(3, 1, bias=False)
+        ddp, optimizer = DistributedDataParallel(model), birder.Birder(model.parameters())
+        attach(ddp, optimizer)
+        ddp(torch.ones(2, 3)).sum().backward()
+        model.weight.grad.data[0, place] += 1  # type: ignore[union-attr]
+        found.append(said(optimizer.step))
+    return found
+
+
+def test_a_change_of_any_element_is_found() -> None:
+    (found,) = run_ranks(one_of_three, 1)
+    assert ["gradients were changed after backward" in line for line in found] == [True] * 3
 
 
 @pytest.mark.parametrize("name", ["Birder", "OneBitAdam"])
