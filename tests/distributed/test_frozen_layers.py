@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
-from birder import attach
+from birder import Plan, Topology, VirtualRanks, attach
 from tests.helpers.ordinary import LOCAL, METHODS, Trunk, apart, batches, said, state_of, train, values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow_unless
@@ -80,6 +81,28 @@ def used_on_one_rank(rank: int) -> dict[str, float]:
     return found
 
 
+def used_by_turns(rank: int) -> dict[str, float]:
+    """A layer that rank 1 uses in every second step: how far from torch's SGD is what sends all of the gradient."""
+    ends = []
+    for overlap in (None, True, False):
+        model = Trunk()
+        options: dict[str, Any] = {"lr": 0.1} if overlap is None else {"lr": 0.1, "momentum": 0.0, "ratio": 1}
+        optimizer = (torch.optim.SGD if overlap is None else birder.EFSGD)(model.parameters(), **options)
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        if overlap is not None:
+            attachment = attach(ddp, optimizer, overlap=overlap)
+        for step, x in enumerate(batches(rank, 6)):
+            optimizer.zero_grad()
+            ddp(x, aux=rank == 0 or step % 2 == 0).square().mean().backward()
+            optimizer.step()
+        ends.append(model.aux.weight.detach())
+        if overlap is not None:
+            attachment.close()
+    return {
+        f"{overlap}": float((end - ends[0]).abs().max()) for overlap, end in zip((True, False), ends[1:], strict=True)
+    }
+
+
 def frozen_at_attach(rank: int, few: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, make in chosen(METHODS, few).items():
@@ -132,18 +155,26 @@ def frozen_between_meetings(rank: int) -> dict[str, tuple[float, float]]:
 
 def unused_and_laid_out_again(rank: int) -> dict[str, tuple[float, float]]:
     """How far a layer that is not used moves once ranks have met, and how far they are apart in it. Meanwhile the state is
-    loaded again, or the model is attached again."""
+    loaded again, by a new optimizer too, or the model is attached again."""
     found = {}
     for name, make in (LOCAL | {n: METHODS[n] for n in ("Birder", "CSER", "OneBitAdam", "SLAMB")}).items():
-        for again in ("loaded", "attached"):
+        for again in ("loaded", "resumed", "attached"):
             model = Trunk()
             optimizer = make(model.parameters())
             ddp = DistributedDataParallel(model, find_unused_parameters=True)
             attachment = attach(ddp, optimizer)
             train(ddp, optimizer, rank, 5)  # the last one alone, where steps are local
             for seed in (1, 2):
-                if again == "loaded":
-                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                if again == "resumed":
+                    attachment.close()
+                    model = Trunk()
+                    optimizer = make(model.parameters())
+                    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+                    attachment = attach(ddp, optimizer)
+                    model.load_state_dict(weights)
+                if again != "attached":
+                    optimizer.load_state_dict(state)
                 else:
                     optimizer.zero_grad()
                     attachment = attach(ddp, optimizer)
@@ -232,6 +263,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
     f.__name__: f
     for f in (
         used_on_one_rank,
+        used_by_turns,
         ignored_by_ddp,
         frozen_between_meetings,
         unused_and_laid_out_again,
@@ -275,6 +307,11 @@ def test_a_layer_that_one_rank_uses_moves_on_both() -> None:
     assert found["moved True"] > 0.005
     assert found["moved False"] > 0.005
     assert found["apart True"] == found["apart False"] == 0.0
+
+
+def test_a_rank_that_does_not_use_a_layer_in_a_step_adds_nothing() -> None:
+    """As under torch, where its share of the mean is 0; not what it had in the step before."""
+    assert max(of(used_by_turns).values()) < 1e-6
 
 
 @pytest.mark.parametrize("name", slow_unless(FEW.__contains__, METHODS))
@@ -342,3 +379,64 @@ def test_one_process_lays_itself_out_anew(name: str) -> None:
     assert not refused
     assert not torch.equal(before["first.weight"], model.first.weight)
     assert optimizer.steps == 5
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.filterwarnings("error:parameters were changed:RuntimeWarning")
+def test_a_layer_without_gradient_stays_in_a_local_step_too(name: str) -> None:
+    """It has moved in the interval before. That it is put back is no change of a script's."""
+    model = Trunk()
+    optimizer = LOCAL[name](model.parameters())
+    stayed = []
+    for step in range(1, 13):
+        idle = Plan.SKIP is optimizer.plan(step) is optimizer.plan(step - 1)
+        before = model.aux.weight.detach().clone()
+        train(model, optimizer, 0, 1, seed=step, aux=not idle)
+        if idle or step > 1:  # in the first step 0/1 Adam has no variance
+            assert torch.equal(model.aux.weight, before) is idle
+        stayed.append(idle)
+    assert any(stayed)
+
+
+class Three(nn.Module):
+    """The one in the middle lies on both sides of the border between two shards, the last one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([torch.ones(50), torch.ones(200), torch.ones(40)])
+
+    def forward(self, slope: float, without: int | None) -> Tensor:
+        return slope * sum(p.square().sum() for i, p in enumerate(self.parts) if i != without)  # type: ignore[return-value]
+
+
+def unused_by_nodes(rank: int, world: int, name: str) -> list[tuple[bool, bool]]:
+    """Of each virtual rank: whether all states of a parameter that is not used stay, and the moments of all others change."""
+    found = []
+    for without in (1, 2):
+        model = Three()
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        optimizers = [getattr(birder, name)(model.parameters(), lr=0.01) for _ in range(4)]
+        ranks = VirtualRanks(ddp, optimizers, topology=Topology(2, 2), hierarchical=True)
+        for step in range(1, 4):
+            before = [{k: t.clone() for k, t in o.units[0].state.items()} for o in optimizers]
+            for turn in range(4):
+                with ranks.turn(turn):
+                    ddp(1.0 + turn / (step + turn), without if step == 3 else None).backward()
+            ranks.step()
+        for optimizer, states in zip(optimizers, before, strict=True):
+            (unit,), comm, stays = optimizer.units, optimizer.comm, True
+            there, used = (unit.zeros(dtype=torch.bool) for _ in range(2))
+            for i, p in enumerate(unit.wholes):
+                unit.view(there if p is model.parts[without] else used, i).fill_(True)
+            changed = unit.state["m"] != states["m"]
+            for key in ("m", "worker_error", "server_error") if name == "SigmaDeltaAdam" else ("m", "b"):
+                held = (comm.chunk_of if key == "server_error" else comm.shard_of)(unit.padded)
+                stays = stays and torch.equal(unit.state[key][there[held]], states[key][there[held]])
+            found.append((stays, bool(changed[used[comm.shard_of(unit.padded)]].all())))
+    return found
+
+
+@pytest.mark.parametrize("name", ["Birder", "SigmaDeltaAdam"])
+def test_the_state_of_what_is_not_used_stays_in_every_shard(name: str) -> None:
+    (found,) = run_ranks(unused_by_nodes, 1, name)
+    assert found == [(True, True)] * 8
