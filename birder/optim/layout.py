@@ -5,6 +5,7 @@ DDP's buckets do not serve: DDP rebuilds them after the first backward, so that 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -82,8 +83,10 @@ class Unit:
     """Parameters, by position, that had a gradient since ranks last met, in a step after which they are apart."""
     _seen: dict[str, tuple[Tensor | None, list[Tensor] | None, list[Tensor]]] = field(default_factory=dict, repr=False)
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
+        """Of the parameters when the optimizer was bound, where its state stays: Lightning's fit leaves a GPU's model on the
+        CPU."""
         return self.params[0].device
 
     def view(self, flat: Tensor, i: int) -> Tensor:

@@ -298,6 +298,15 @@ def test_models_are_made_equal_where_ranks_can_talk(monkeypatch: pytest.MonkeyPa
             every_rank.make_equal([torch.nn.Parameter(torch.ones(1))])
 
 
+def test_models_are_averaged_where_their_optimizer_was_bound() -> None:
+    """The same for save_checkpoint after a fit: what ranks send each other lay where the model had been put by then."""
+    optimizer = birder.ZeroOneAdam([torch.nn.Parameter(torch.ones(8, device="meta"))], warmup_steps=1)
+    optimizer.bind()
+    (unit,) = optimizer.units
+    unit.params = [torch.ones(8)]  # as `module.cpu()` leaves a GPU's
+    assert next(optimizer.average_parameters()).args[0].device.type == "meta"
+
+
 def test_the_example_for_accelerate_begins_in_a_folder_that_is_there(tmp_path: Path) -> None:
     """Made beforehand and empty, it was taken for a checkpoint: FileNotFoundError."""
     accelerate = pytest.importorskip("accelerate")
