@@ -56,16 +56,20 @@ def make_equal(parameters: Iterable[Tensor]) -> None:
     left = [m for m in methods if m.local_models and m.steps and any(map(m.holds, mine))]
     for method in left:
         method.pipeline.wait()
-    world = dist.get_world_size()
-    said: list[bool] = [False] * world
+    said: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(said, bool(left))
     if any(said):
-        kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config()).split(",")]
-        with torch.no_grad():
-            for p in mine:
-                x = p.to(p.device if p.device.type in kinds else kinds[0])  # Lightning's fit leaves a GPU's on the CPU
-                dist.all_reduce(x)
-                p.copy_(x.div_(world))
+        make_mean(mine)
+
+
+def make_mean(tensors: Iterable[Tensor]) -> None:
+    """Replaces tensors that every rank has by their means over all ranks. Every rank calls it."""
+    world, kinds = dist.get_world_size(), [pair.partition(":")[0] for pair in str(dist.get_backend_config()).split(",")]
+    with torch.no_grad():
+        for t in tensors:
+            x = t.to(t.device if t.device.type in kinds else kinds[0])  # Lightning's fit leaves a GPU's on the CPU
+            dist.all_reduce(x)
+            t.copy_(x.div_(world))
 
 
 def rank_state(optimizer: BucketOptimizer) -> dict[str, Any]:

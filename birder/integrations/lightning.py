@@ -14,11 +14,13 @@ import contextlib
 import copy
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 import birder
 from birder.comm import Topology
@@ -109,9 +111,11 @@ class BirderCallback(Callback):
         mine = move_data_to_device(every_rank.rank_state(method), "cpu")
         dist.gather_object(mine, everyone, dst=0)
         checkpoint["optimizer_states"] = [{KEY: everyone}]
+        self._average_averages(trainer)
         if method.local_models and method.steps:  # before it models are equal, and their mean may be rounded
             with method.averaged():
-                checkpoint["state_dict"] = copy.deepcopy(checkpoint["state_dict"])
+                for name in {"state_dict", "current_model_state"} & checkpoint.keys():  # the latter: WeightAveraging's
+                    checkpoint[name] = copy.deepcopy(checkpoint[name])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps this rank's own part for `_attach`. Raises ValueError for another number of ranks.
@@ -137,8 +141,33 @@ class BirderCallback(Callback):
             return every_rank.fitting(method, [own["optimizer"] for own in state[KEY]], self.any_world)
         return every_rank.own_or_of_one(method, state, self.any_world)
 
+    def _average_averages(self, trainer: Trainer, module: LightningModule | None = None) -> None:
+        """Where models differ, so do the averages of them that other callbacks keep (WeightAveraging, SWA). On all ranks they
+        become their mean, which is the average of the mean models. module: may have been given this rank's average before."""
+        method = self._method(trainer)
+        if method is None or trainer.world_size == 1 or not method.local_models:
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if not isinstance(average := getattr(callback, "_average_model", None), nn.Module):
+                continue
+            kept, own = list(average.parameters()), [] if module is None else list(module.parameters())
+            given = all(torch.equal(p, x.to(p.device)) for p, x in zip(own, kept))
+            every_rank.make_mean(kept)
+            with torch.no_grad():
+                for p, x in zip(own, kept) if given else ():
+                    p.copy_(x)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """SWA puts its average into the module, for one more epoch that trains nothing but batch norms."""
+        self._average_averages(trainer, pl_module if trainer.fit_loop._skip_backward else None)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Other callbacks put their average into the module."""
+        self._average_averages(trainer, pl_module)
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where ranks' models differ, their mean is what is evaluated."""
+        self._average_averages(trainer)
         self._average.enter_context(every_rank.averaged(self._method(trainer)))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

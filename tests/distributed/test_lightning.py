@@ -74,6 +74,7 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
             found["second fit"] = second_fit(lightning)
     if resume:
         return found
+    found["averages"] = averages(lightning, folder / "averages")
     from lightning.pytorch.callbacks import LearningRateFinder
 
     for name in LOCAL | {"Birder"}:
@@ -174,6 +175,53 @@ def brought_back(lightning: ModuleType) -> tuple[np.ndarray, np.ndarray]:
     return module.own, toy.flat(module).numpy()
 
 
+def averages(lightning: ModuleType, folder: Path) -> dict[str, list[np.ndarray]]:
+    """Of callbacks that average models that differ, before and after the one of this package: this rank's own models, what it
+    has in the end, and what was saved."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+
+    class Module(lightning.Circle):  # type: ignore[name-defined]
+        def on_train_epoch_start(self) -> None:
+            self.begun.append(toy.flat(self).numpy())
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.own.append(toy.flat(self).numpy())
+
+    found = {}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for late in (False, True):
+        kinds = {"EMA": EMAWeightAveraging(decay=0.5), "SWA": StochasticWeightAveraging(1e-2, 1, annealing_epochs=1)}
+        for name, callback in kinds.items():
+            os.environ.update(LOCAL_RANK=str(torch.distributed.get_rank()), WORLD_SIZE="2")
+            torch.manual_seed(0)
+            module = Module(*METHODS["CSER"])
+            module.begun, module.own = [], []
+            both = [lightning.BirderCallback(), callback]
+            trainer = lightning.Trainer(
+                accelerator="cpu",
+                strategy="ddp",
+                devices=2,
+                max_epochs=2,
+                limit_train_batches=4,
+                callbacks=[*(reversed(both) if late else both), ModelCheckpoint(folder, save_last=True, save_top_k=0)],
+                **quiet,
+            )
+            trainer.fit(
+                module, lightning.DataLoader(lightning.circle(), 16), lightning.DataLoader(lightning.circle(1), 64)
+            )
+            torch.distributed.barrier()
+            saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+            torch.distributed.barrier()
+            (folder / "last.ckpt").unlink(missing_ok=True)
+            whole = torch.cat([w.flatten() for w in saved.values()]).numpy()
+            found[f"{name} {late}"] = [
+                *(module.own if name == "EMA" else module.begun),
+                toy.flat(module).numpy(),
+                whole,
+            ]
+    return found
+
+
 def saved_during_validation(trainer: Any) -> tuple[bool, bool]:
     """Whether the checkpoint of a callback's on_validation_epoch_end is that of on_train_epoch_end: states, weights."""
     module = trainer.lightning_module
@@ -248,6 +296,21 @@ def test_the_model_that_lightning_brings_back_is_the_mean(lit: Found) -> None:
     (own, brought), (others, _) = (mine["brought back"] for mine in lit)
     assert not np.array_equal(own, others)
     assert np.array_equal(brought, (own + others) / 2)
+
+
+def test_averages_of_models_that_differ_are_those_of_their_mean(lit: Found) -> None:
+    """Each rank had its own, and rank 0's was saved, wherever the callback that averages stands."""
+    for name in lit[0]["averages"]:
+        *models, end, saved = zip(*(mine["averages"][name] for mine in lit), strict=True)
+        assert not np.array_equal(*models[-1])
+        means = [(a.astype(np.float64) + b) / 2 for a, b in models]
+        average = means[0]
+        for count, mean in enumerate(means[1:], 1):
+            average = average + (mean - average) / (2 if name.startswith("EMA") else count + 1)
+        assert np.array_equal(*end)
+        assert np.abs(end[0] - average).max() < ROUNDING
+        if name.startswith("EMA"):
+            assert np.abs(saved[0] - average).max() < ROUNDING
 
 
 def test_lightning_finds_a_learning_rate(lit: Found) -> None:
