@@ -14,6 +14,7 @@ Started with torchrun. Checkpoints hold every rank's state, in `birder` of the c
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
-from birder.hooks.attachment import unwrap_method, unwrap_model
+from birder.hooks.attachment import unwrap_method, unwrap_model, unwrap_optimizer
 from birder.hooks.ddp import attached
 from birder.integrations import every_rank
 from birder.integrations.accelerate import EveryRank, attach
@@ -104,6 +105,19 @@ class BirderTrainerMixin(_Trainer):
             return super().create_optimizer(*args, **kwargs)
         finally:
             self.optimizer_cls_and_kwargs = given
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. A batch that is not the last of its step sends no message.
+
+        A dataset without length may end with fewer batches than a step has: the Trainer adds them to the next epoch's first
+        step, and lets DDP average their gradients before.
+        """
+        method = unwrap_optimizer(self.optimizer)
+        state = self.accelerator.gradient_state
+        last = state.sync_gradients or state.plugin_kwargs.get("sync_each_batch", False)
+        sends = isinstance(method, BucketOptimizer) and method.compressed
+        with self.accelerator.no_sync(model) if sends and not last else contextlib.nullcontext():
+            return super().training_step(model, *args, **kwargs)
 
     def _forget_evaluation(self) -> None:
         """`evaluate` before `train` marks the bare model as prepared: Accelerate would never wrap it in DDP."""

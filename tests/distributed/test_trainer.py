@@ -84,12 +84,25 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
     early.evaluate()
     found["evaluated first"] = said(early.train), toy.flat(early.model).numpy(), type(early.model_wrapped).__name__
     found["evaluated again"] = early.evaluate()["eval_loss"]
+    found["no length"] = without_length(hf, folder)
     for name, size, short in (("as found", 7, ()), ("found", 8, (1,)), ("found late", 8, (2,))):
         search = hf.trainer(folder / name, 3, per_device_train_batch_size=size, auto_find_batch_size=True, data_seed=0)
         search.add_callback(OutOfMemory(rank, short))
         found[name] = said(search.train) or toy.flat(search.model).numpy()
         found[f"{name} sent"] = unwrap_optimizer(search.optimizer).attachment.counter.total
     return found
+
+
+def without_length(hf: Any, folder: Path) -> tuple[str, int, np.ndarray]:
+    """Two batches a step, five a pass over a dataset without length: the fifth belongs to the next pass's first step."""
+
+    class Rows(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(hf.sentences()[:80])
+
+    trainer = hf.trainer(folder / "no length", 4, gradient_accumulation_steps=2, save_strategy="no")
+    trainer.train_dataset = Rows()
+    return said(trainer.train), unwrap_optimizer(trainer.optimizer).steps, toy.flat(trainer.model).numpy()
 
 
 def two_stages(hf: Any, folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -187,6 +200,13 @@ def test_a_second_trainer_begins_with_the_mean_of_models_that_differ(trained: Fo
     assert not np.array_equal(mine, theirs)
     assert np.array_equal(first, second)
     assert np.abs(first - (mine.astype(np.float64) + theirs) / 2).max() < ROUNDING
+
+
+def test_the_trainer_accumulates_over_the_end_of_a_dataset_without_length(trained: Found) -> None:
+    """Its last batches were sent without a step, and the next pass ended with what a second backward pass is told."""
+    first, second = (mine["no length"] for mine in trained)
+    assert first[:2] == second[:2] == ("", 4)
+    assert np.array_equal(first[2], second[2])
 
 
 @pytest.mark.slow
