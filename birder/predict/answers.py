@@ -87,7 +87,9 @@ class Answer:
     def winner(self) -> str | None:
         """`best` where it pays, "bf16" where nothing does; None: not decided. As `Prediction.winner`, of what fits."""
         best, pays = self._advised
-        return "bf16" if pays is False else best.name if best and pays else None
+        if pays is False or self.plan.sharding == "fsdp":
+            return "bf16"
+        return best.name if best and pays else None
 
     @cached_property
     def _advised(self) -> tuple[PredictedRow | None, bool | None]:
@@ -203,11 +205,12 @@ class Answer:
         return aligned([head, *map(line, self.rows())], left=(0,))
 
     def plain(self) -> dict[str, Any]:
-        """For --json. Times in ms, memory in GB, shares from 0 to 1."""
+        """For --json. Times in ms, memory in GB, shares from 0 to 1. winner: None where nothing is decided."""
         p = self.prediction
         return {
             "pays": self.pays,
             "best": self.best.name if self.best else None,
+            "winner": self.winner,
             "sentences": self.sentences(),
             "model": {"name": p.timeline.name, "parameters": p.timeline.elements, "compute_ms": p.timeline.step_ms},
             "gpu": p.timeline.gpu,

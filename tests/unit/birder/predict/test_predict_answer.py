@@ -111,7 +111,7 @@ def test_the_answer_and_the_table_decide_by_one_rule(gbps: float) -> None:
     found = ask(gbps)
     best = found.best.name if found.best else None
     begins = {"Compress": best, "Do not compress": "bf16", "Not decided": None}
-    assert begins[found.sentences()[0].partition(":")[0]] == found.prediction.winner
+    assert begins[found.sentences()[0].partition(":")[0]] == found.prediction.winner == found.plain()["winner"]
 
 
 def test_what_is_needed_can_be_imported() -> None:
@@ -230,6 +230,7 @@ def test_fsdp_over_all_ranks_has_nothing_to_compress() -> None:
     slow, fast = ask(10, TrainingPlan("fsdp")), ask(800, TrainingPlan("fsdp"))
     for found in (slow, fast):
         assert found.sentences()[0].startswith("Do not compress: FSDP over all ranks")
+        assert found.plain()["winner"] == "bf16"
         assert {r.name for r in found.prediction.rows} == {"fp32", "bf16", "fp16", "none"}
     assert "sharding=hsdp" in slow.sentences()[0]
     # Two gathers of 2 bytes, a scatter of 4, over 31/32 of the parameters.
