@@ -115,8 +115,9 @@ def predict(
     """
     costs = costs or Costs.of_gpu(timeline.gpu)
     chosen, plan = plan.choose(methods, cluster), plan.on(cluster)
+    alone = plan.timeline(timeline, cluster, 0)  # what it computes, without FSDP's collectives
     if plan.sharding == "fsdp":
-        return Prediction(timeline, cluster, costs, tuple(_sharded(timeline, cluster, m, costs, plan) for m in chosen))
+        return Prediction(alone, cluster, costs, tuple(_sharded(timeline, cluster, m, costs, plan) for m in chosen))
     computed = {width: plan.timeline(timeline, cluster, width) for width in (2, 4)}
     whole, cluster = cluster, plan.between(cluster)
     layout = layout or Layout(gpu=timeline.gpu != "cpu")
@@ -133,7 +134,7 @@ def predict(
         low, high = max(min(low, bound), low + min(more, 0.0)), high + max(more, 0.0)
         state = plan.state(method, whole) * timeline.elements
         rows.append(PredictedRow(method, step, low, high, state, max(more, 0.0)))
-    return Prediction(computed[4], whole, costs, tuple(rows))
+    return Prediction(alone, whole, costs, tuple(rows))
 
 
 def _sharded(t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, plan: TrainingPlan) -> PredictedRow:

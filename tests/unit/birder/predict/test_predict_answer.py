@@ -197,6 +197,13 @@ def test_where_fsdp_shards_a_rank_updates_its_shard_and_keeps_that_ones_state() 
         assert flat[name].step.encode_ms - sharded[name].step.encode_ms == pytest.approx(whole * 7 / 8)
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "hsdp", "fsdp"])
+def test_what_is_said_to_be_computed_is_no_waiting(sharding: Any) -> None:
+    """Under HSDP over slow links in a node it was what FSDP waits for too; under FSDP one micro-batch of several."""
+    found = answer(timeline(), Cluster.of_gpus(4, 8, Link(10.0), Link(20.0)), TrainingPlan(sharding, accumulation=3))
+    assert found.plain()["model"]["compute_ms"] == pytest.approx(3 * 90.0)
+
+
 def test_hsdp_scatters_inside_a_node_what_its_method_sends_between_them() -> None:
     """As FSDP over all ranks does: bf16 seemed to scatter fp32 over PCIe, for which compressing then seemed to pay."""
     cluster, names = Cluster.of_gpus(4, 8, Link(1e6), Link(20.0)), ["fp32", "bf16", "birder_hierarchical", "none"]
