@@ -3,7 +3,8 @@
 N nodes of g ranks, n = N g. A node's NIC is shared by its ranks and carries R Gbit/s each way. B: bytes of the tensor on one
 rank. What crosses one NIC, and how often a message has to be waited for:
 
-    all-reduce, ring      (1)  2 (n-1)/n B                              2 (n-1) hops
+    all-reduce, ring      (1)  2 (n-1)/n B                              2 (n-1) hops, 2 (N-1) of them between nodes
+                or tree        the same                                 2 (log2 N + g-1), 2 log2 N of them between nodes
     all-reduce, by nodes  (2)  2 (N-1)/N B                              2 (N-1) hops
     all-to-all, flat      (3)  g (N-1)/N B                              n-1 messages of each rank
     all-gather, flat      (4)  pairwise g (N-1)/N B, ring (n-1)/n B     n-1
@@ -100,7 +101,8 @@ class Cluster:
 
     ring: whether flat dense all-reduces and all-gathers are rings through all ranks, as NCCL's, or go by nodes (dense) and
     pairwise (1-bit), as on gloo. borders: of a ring's n-1 hops N-1 cross from node to node and the others stay inside, and
-    an all-reduce takes a tree over nodes, 2 log2 N hops, where that is shorter. False: every hop has the latency of (1).
+    an all-reduce takes a tree over nodes and a chain in each, as NCCL's, where that waits less. False: every hop of (1) has
+    the latency between nodes.
     nics: `between` has the rate of so many NICs; a fraction where switches carry less than the NICs.
     parts: where FSDP shards, a rank holds one of so many parts of each parameter, and its hook and its update touch no other.
     """
@@ -183,12 +185,12 @@ class Cluster:
         nodes, _, link = self._shape
         if not (self.borders and sent and self.nodes > 1):
             return link.ring(sent, times * (around - 1))
-        slow = times * (nodes - 1)
+        hops = [(nodes - 1, around - nodes)]
         if times == 2:
-            slow = min(slow, 2 * math.ceil(math.log2(nodes)))
-        fast = times * (around - nodes) * self.inside.latency_us / 1e3
-        wire = link.ring(sent, slow)
-        return replace(wire, ms=wire.ms + fast)
+            hops.append((math.ceil(math.log2(nodes)), around // nodes - 1))
+        waits = [times * (slow * link.latency_us + fast * self.inside.latency_us) / 1e3 for slow, fast in hops]
+        wire = link.ring(sent, 1)
+        return replace(wire, ms=wire.ms - link.latency_us / 1e3 + min(waits))
 
     def sharded(self, nbytes: float) -> Transfer:
         """A reduce-scatter or an all-gather over all ranks, as FSDP's: half of (1), a ring."""

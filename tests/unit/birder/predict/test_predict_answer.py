@@ -267,15 +267,20 @@ def test_a_method_that_a_layout_cannot_run_is_refused() -> None:
 # ---- links ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_ring_waits_for_the_borders_of_nodes_alone() -> None:
+def test_a_ring_waits_for_the_borders_of_nodes_and_a_tree_for_less() -> None:
     def latency(nodes: int, ranks: int) -> float:
         inside = Link(1e9, 5.0)
         return Cluster.of_gpus(nodes, ranks, Link(1e9, 1000.0), inside).all_reduce(8.0).ms
 
-    assert latency(2, 8) == pytest.approx(2 * 1.0 + 2 * 14 * 0.005, rel=1e-3)
+    def share(nodes: int, ranks: int) -> float:  # of an all-gather, which is a ring
+        return Cluster.of_gpus(nodes, ranks, Link(1e9, 1000.0), Link(1e9, 5.0)).sharded(8.0).ms
+
+    assert share(2, 8) == pytest.approx(1.0 + 14 * 0.005, rel=1e-3)
+    assert latency(3, 8) == pytest.approx(2 * (2 * 1.0 + 7 * 0.005), rel=1e-3)
     assert latency(2, 1) == pytest.approx(2.0, rel=1e-3)
-    # A tree over 64 nodes, not 126 hops.
+    # A tree over 64 nodes with a chain inside each, not 126 hops between them and 896 inside.
     assert latency(64, 1) == pytest.approx(2 * 6 * 1.0, rel=1e-3)
+    assert latency(64, 8) == pytest.approx(2 * (6 * 1.0 + 7 * 0.005), rel=1e-3)
 
 
 def test_between_two_sites_only_seldom_meetings_pay() -> None:
