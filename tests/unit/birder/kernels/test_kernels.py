@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from birder import kernels
 from birder.kernels import reference
 from birder.kernels.implements import implements
-from birder.kernels.philox import philox4x32, uniform16
+from birder.kernels.philox import MASK_STREAM, philox4x32, uniform16
 from tests.helpers import kernel_checks
 from tests.helpers.reference import draws
 
@@ -49,6 +49,14 @@ def test_elements_beyond_2_to_the_35_have_numbers_of_their_own():
     low = uniform16(8, seed=1, step=1, stream=0, start=0, device=torch.device("cpu"))
     high = uniform16(8, seed=1, step=1, stream=0, start=2**35, device=torch.device("cpu"))  # block number 2^32
     assert not torch.equal(low, high)
+
+
+def test_a_mask_holds_what_is_drawn_below_its_limit():
+    """SLAMB's smallest fraction is a limit of 2: one more would send half as much again."""
+    drawn = draws(np.arange(8000), seed=5, step=3, stream=MASK_STREAM)
+    for limit in (0, int(drawn[7]), 2**16):
+        mask = kernels.random_mask(8000, limit, seed=5, step=3, start=0, device=torch.device("cpu"))
+        assert torch.equal(mask, drawn < limit)
 
 
 @settings(max_examples=40)
