@@ -141,3 +141,22 @@ def test_a_pipeline_keeps_the_order_and_raises_the_first_error():
     pipeline.wait()
     assert seen[-1] == "again"
     pipeline.close()
+
+
+def test_a_pipeline_is_sound_once_all_is_done_and_while_nothing_has_failed():
+    """Else the process group of a closed attachment is not another one's: what is under way would meet its messages."""
+    pipeline, gate = ThreadPipeline(), threading.Event()
+
+    def fail() -> None:
+        raise OSError("link down")
+
+    pipeline.submit(gate.wait)
+    assert not pipeline.sound
+    gate.set()
+    pipeline.wait()
+    assert pipeline.sound
+    pipeline.submit(fail)
+    with pytest.raises(OSError, match="link down"):
+        pipeline.wait()
+    assert not pipeline.sound
+    pipeline.close()
