@@ -32,6 +32,23 @@ def test_equals_torch(ours, theirs):
     assert (ends[0] - ends[1]).abs().max() <= (0 if exact else EPSILONS * torch.finfo(torch.float32).eps)
 
 
+def test_memory_of_another_order_is_no_other_parameter():
+    """A transposed weight, and one in channels-last memory: the moments stand in logical order."""
+    ends = []
+    for make in (AdamW, torch.optim.AdamW):
+        gen = torch.Generator().manual_seed(0)
+        weights = torch.randn(7, 5, generator=gen).t(), torch.randn(4, 3, 2, 2, generator=gen)
+        params = [torch.nn.Parameter(w.to(memory_format=torch.channels_last) if w.dim() == 4 else w) for w in weights]
+        optimizer = make(params, 0.01)
+        for _ in range(5):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=gen)
+            optimizer.step()
+        assert not any(p.is_contiguous() for p in params)
+        ends.append(torch.cat([p.detach().reshape(-1) for p in params]))
+    assert (ends[0] - ends[1]).abs().max() <= EPSILONS * torch.finfo(torch.float32).eps
+
+
 LONG = [
     (SGDM, torch.optim.SGD, {"momentum": 0.8, "weight_decay": 0.03, "nesterov": True}, 0),
     (SGDM, torch.optim.SGD, {"momentum": 0.0, "weight_decay": 0.03}, 0),
