@@ -196,6 +196,8 @@ def in_mid_step(rank: int, world: int, folder: Path) -> dict[str, Any]:
     found["loaded"] = said(lambda: shards.load(folder / "whole", model, attachment))
     toy.train(model, optimizer, rank, [3, 4])
     found["again"] = torch.equal(whole(), there)
+    optimizer.param_groups[0]["params"].pop()
+    found["taken out"] = said(lambda: shards.save(folder / "part", model, attachment))
     return found
 
 
@@ -204,6 +206,7 @@ def test_shards_are_not_saved_in_the_middle_of_a_step_and_may_be_loaded_there(tm
     for mine in run_ranks(in_mid_step, 2, tmp_path):
         assert mine["saved"].startswith("RuntimeError: state_dict() between backward and step()")
         assert (mine["loaded"], mine["again"]) == ("", True)
+        assert mine["taken out"].startswith("RuntimeError: parameters were taken out of the optimizer's groups")
 
 
 # ---- in one process --------------------------------------------------------------------------------------------------
