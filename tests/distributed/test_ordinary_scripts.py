@@ -291,6 +291,20 @@ def first_step_is_skipped(rank: int) -> list[str]:
     ]
 
 
+def one_rank_goes_back(rank: int) -> str:
+    """Rank 1 makes the warm-up's last step again: it would wait for gradients, the other one for messages."""
+    model = Trunk()
+    optimizer = METHODS["OneBitAdam"](model.parameters())
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer)
+    train(ddp, optimizer, rank, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(ddp, optimizer, rank, 1)
+    if rank == 1:
+        optimizer.load_state_dict(state)
+    return said(lambda: train(ddp, optimizer, rank, 1))
+
+
 SCENARIOS: dict[str, Callable[[int], Any]] = {
     f.__name__: f
     for f in (
@@ -301,7 +315,8 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
         skipped_without_overlap,
         joined,
         first_step_is_skipped,
-        one_rank_is_behind,  # the last one: its ranks part in the middle of a pass
+        one_rank_goes_back,  # these are the last ones: their ranks part in the middle of a pass
+        one_rank_is_behind,
     )
 }
 
@@ -371,6 +386,7 @@ def test_join_is_refused_in_one_line() -> None:
 def test_ranks_at_different_steps_of_a_warm_up_are_told_so() -> None:
     assert all("different steps" in found["one_rank_is_behind"] for found in world())
     assert [found["one_rank_is_behind"][-1] for found in world()] == ["1", "1"]
+    assert all("different steps" in found["one_rank_goes_back"] for found in world())
 
 
 def test_ranks_of_which_one_skips_the_first_step_do_not_wait() -> None:
