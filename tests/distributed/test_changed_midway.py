@@ -103,9 +103,18 @@ def state_not_copied(model: Any, optimizer: Any, step: int) -> None:
         optimizer.load_state_dict(optimizer.kept)
 
 
+def rolls_back(model: Any, optimizer: Any, step: int) -> None:
+    """To the state of before a layer was frozen for two steps."""
+    model.second.requires_grad_(step not in (5, 6))
+    if step == 4:
+        optimizer.kept = copy.deepcopy(optimizer.state_dict())
+    if step == 7:
+        optimizer.load_state_dict(optimizer.kept)
+
+
 CHANGES: list[Script] = [
     joins, unfreezes, comes_back, taken_out_and_back, taken_out_and_forgotten, grows, momentum_off_and_on,
-    state_not_copied,
+    state_not_copied, rolls_back,
 ]  # fmt: skip
 
 
