@@ -24,6 +24,7 @@ from tests.helpers import toy
 from tests.helpers.ordinary import said
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import slow, slow_unless
+from tests.helpers.virtual import World
 
 H = 4
 """Steps from one synchronisation to the next, of all methods that have them."""
@@ -222,6 +223,23 @@ def test_what_costs_more_is_told_once(name: str) -> None:
         assert said[1] == []
         assert len(said[0]) == (name in ASKING)
         assert all(s.startswith("parameters were changed between two synchronisations") for s in said[0])
+
+
+def bytes_of_syncs(rank: int, world: int, name: str) -> list[int]:
+    """Of three synchronisations; parameters are clipped before the second one alone."""
+    kind, options = METHODS[name]
+    made = World(lambda params: getattr(birder, kind)(params, **options), 2)
+    sent = made.train(range(1, H + 3))[0]
+    made.each(lambda: clip(made.model, 0, 1))
+    sent += made.train(range(H + 3, 3 * H + 1))[0]
+    return [sent[step - 1][0] for step in (H, 2 * H, 3 * H)]
+
+
+@pytest.mark.parametrize("name", ["QSparse", "SparseLoCo"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_change_costs_more_in_its_own_interval_alone(name: str) -> None:
+    (sent,) = run_ranks(bytes_of_syncs, 1, name)
+    assert sent[0] == sent[2] < sent[1]
 
 
 # ---- between backward and step -------------------------------------------------------------------------------------------
