@@ -122,6 +122,28 @@ def test_a_rate_of_a_later_group_that_ranks_differ_in_is_refused() -> None:
         assert error.startswith("ranks have other values of lr:"), error
 
 
+def apart_in_a_local_step(rank: int, world: int) -> tuple[str, int]:
+    """The step of what is said, where ranks have other rates in the second of four steps alone."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    optimizer = birder.QSparseLocalSGD(model.parameters(), lr=1e-3, sync_every=4, block=8)
+    ddp = DistributedDataParallel(model)
+    attach(ddp, optimizer)
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 5e-4 if (rank, step) == (1, 2) else 1e-3
+        ddp(torch.ones(2, 8)).square().mean().backward()
+        if line := said(optimizer.step):
+            return line, step
+    return "", 0
+
+
+def test_a_rate_that_differs_in_a_local_step_alone_is_refused_when_ranks_meet() -> None:
+    for error, step in run_ranks(apart_in_a_local_step, 2):
+        assert error.startswith("ranks have other values of lr:"), error
+        assert step == 4
+
+
 @pytest.mark.parametrize("rows", [20, 5])
 @pytest.mark.parametrize("name", ["AdamW", "Birder", "SGDM", "torch"])
 def test_parameters_of_another_shape_are_refused(name: str, rows: int) -> None:
