@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from birder import Lion, attach
+from tests.distributed.test_elastic import Place
 from tests.helpers import reference, toy
 from tests.helpers.hsdp import ddp, full, hsdp, make_mesh, train
 from tests.helpers.ranks import run_ranks
@@ -121,3 +123,10 @@ def test_a_single_worker_is_lion() -> None:
         x = x - 0.01 * (torch.sign(0.9 * m + 0.1 * g) + 0.1 * x)
         m = 0.99 * m + 0.01 * g
     assert torch.allclose(p.detach(), x, atol=1e-6)
+
+
+def test_an_average_is_of_as_many_workers_as_a_byte_can_count() -> None:
+    for workers in (255, 256):
+        optimizer = Lion([torch.nn.Parameter(torch.zeros(1))], vote="average")
+        with pytest.raises(ValueError, match="vote must be") if workers > 255 else contextlib.nullcontext():
+            optimizer.bind(Place(workers, 1, 0))
