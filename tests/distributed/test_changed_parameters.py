@@ -225,6 +225,18 @@ def test_what_costs_more_is_told_once(name: str) -> None:
         assert all(s.startswith("parameters were changed between two synchronisations") for s in said[0])
 
 
+@pytest.mark.parametrize("name", ["CSER I, top_k", "QSparse", "SparseLoCo", "0/1 Adam"])
+@pytest.mark.filterwarnings("error:parameters were changed:RuntimeWarning")
+def test_what_a_synchronisation_makes_of_parameters_is_no_change_of_a_script(name: str) -> None:
+    """Nor when a state is saved after each step, and laid out again."""
+    model = toy.make()
+    optimizer = make(name, model)
+    for step in range(1, STEPS + 1):
+        toy.train(model, optimizer, 0, [step])
+        assert not optimizer.state_dict()["changed"], step
+        optimizer.bind()
+
+
 def bytes_of_syncs(rank: int, world: int, name: str) -> list[int]:
     """Of three synchronisations; parameters are clipped before the second one alone."""
     kind, options = METHODS[name]
