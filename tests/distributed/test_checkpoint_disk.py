@@ -110,3 +110,21 @@ def test_a_disk_with_room_for_all_but_the_manifest(small_disk: Path) -> None:
     with pytest.raises(OSError, match="was not written: No space left on device"):
         write(0, 1, str(small_disk), [2])
     assert sorted(p.name for p in small_disk.iterdir()) == ["filler", "step-00000001"]
+
+
+def test_a_file_of_which_a_part_alone_is_there_makes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another node's may look to rank 0 for a while."""
+    written = checkpoint.write_tree
+
+    def cut(path: Path, tree: Any) -> Any:
+        seal = written(path, tree)
+        os.truncate(path, seal.size - 1)
+        return seal
+
+    write(0, 1, str(tmp_path), [1])
+    monkeypatch.setattr(checkpoint, "write_tree", cut)
+    with pytest.raises(RuntimeError, match="all ranks must write to one shared folder"):
+        write(0, 1, str(tmp_path), [2])
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000001"]
