@@ -152,7 +152,10 @@ class BirderTrainerMixin(_Trainer):
             there = (Path(checkpoint) / kept.name).is_dir()
             of_one_process = kept.any_world and (Path(checkpoint) / "optimizer.pt").is_file()
             if not (there or of_one_process):  # the Trainer would go on without a word
-                raise ValueError(f"{checkpoint} has no folder {kept.name!r} with every rank's state of the optimizer")
+                raise ValueError(
+                    f"{checkpoint} has no folder {kept.name!r} with every rank's state of the optimizer (save_only_model?): "
+                    "load its model alone, and train without resume_from_checkpoint"
+                )
             for name in ("optimizer.pt", "scheduler.pt"):
                 if not (Path(checkpoint) / name).is_file():
                     raise ValueError(
