@@ -87,8 +87,7 @@ class BucketAttachment(Attachment):
         that rank's messages for ever, and the loss scales would drift apart.
         """
         optimizer = self.optimizer
-        grads = [g for p in optimizer._where if (g := p.grad) is not None]
-        run(optimizer.comm, mark_overflow(grads, optimizer.device))
+        run(optimizer.comm, mark_overflow(optimizer._gradients(), optimizer.device))
 
 
 Sent = dict[torch.dtype, tuple[BucketAttachment, list[int]]]

@@ -196,7 +196,7 @@ class VirtualRanks:
     def _step(self, rank: int, agree: bool) -> Requests[None]:
         optimizer = self.optimizers[rank]
         if agree:  # as `Attachment` does
-            yield from mark_overflow([g for g in self._grads[rank] if g is not None], optimizer.device)
+            yield from mark_overflow(optimizer._gradients(), optimizer.device)
         yield from optimizer.stepping()
 
     def _together(self, task: Callable[[int], Requests[None]]) -> None:

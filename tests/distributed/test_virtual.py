@@ -30,6 +30,7 @@ from tests.helpers import toy
 from tests.helpers.ranks import fresh_world, run_ranks
 from tests.helpers.runs import train
 from tests.helpers.tiers import slow
+from tests.helpers.virtual import begun
 from tests.unit.birder.comm import test_topology as topology_tests
 
 STEPS = 8
@@ -184,6 +185,27 @@ def test_virtual_ranks_equal_real_ones_bit_for_bit(world: int, name: str) -> Non
     assert sum(results[name]["state"] for results in theirs) == found["state"]
     # Ranks of a method that sends everything are equal: one copy of the parameters stands for all.
     assert found["copies"] == (1 if name == "SGDM" else world)
+
+
+def overflowing(rank: int, world: int, virtual_ranks: int) -> list[Tensor]:
+    """Rank 1's loss is not finite in step 2. The optimizer does not hold `scale`, whose gradient is not finite in step 3."""
+
+    def make(params: Any) -> birder.BucketOptimizer:
+        return birder.SparseLoCo(list(params)[:-1], lr=0.01, sync_every=3, chunk=32, top_k=8)
+
+    ranks = begun(make, rank, virtual_ranks, overlap=False)
+    ranks.model.scale.register_hook(lambda g: g * torch.where(turned[0] == 3, torch.inf, 1.0))
+    turned = [torch.zeros(())]
+    for step in range(1, 5):
+        turned[0] = torch.tensor(step)
+        ranks.step(step, broken=[1] if step == 2 else [])
+    return ranks.models()
+
+
+def test_gradients_that_are_not_finite_are_marked_as_on_real_ranks() -> None:
+    ours = run_ranks(overflowing, 1, 2)[0]
+    for expected, found in zip(run_ranks(overflowing, 2, 0), ours, strict=True):
+        torch.testing.assert_close(found, expected[0], rtol=0, atol=0)
 
 
 def ring(rank: int, world: int, sizes: list[int]) -> list:
