@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from experiments.records import record
-from launch import failure, local, lock, process
+from launch import environment, failure, local, lock, process
 from launch.errors import UserError
 from launch.local import LocalLauncher
 from tests.helpers import ROOT
@@ -206,6 +206,17 @@ def test_gpus_are_divided_among_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [launcher.environment(k)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["0,2", "4,6"]
     on_cpu = LocalLauncher(nodes=2, ranks_per_node=2, device="cpu")
     assert [on_cpu.environment(k)["CUDA_VISIBLE_DEVICES"] for k in range(2)] == ["", ""]
+
+
+def test_cores_are_divided_among_all_ranks_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that take all cores each would time each other. What the user has set stays."""
+    monkeypatch.setattr(environment, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    launcher = LocalLauncher(nodes=2, ranks_per_node=2, device="cpu")
+    assert [launcher.environment(k)["OMP_NUM_THREADS"] for k in range(2)] == ["2", "2"]
+    assert LocalLauncher(nodes=16, ranks_per_node=1, device="cpu").environment(0)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert launcher.environment(0)["OMP_NUM_THREADS"] == "3"
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

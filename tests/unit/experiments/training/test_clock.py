@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,3 +79,18 @@ def test_the_cpu_is_never_waited_for(waits: list[torch.device]) -> None:
     timed.settle()
     assert (waits, timed.unread) == ([], False)
     assert timed.split() == {"wire_ms": 500.0}
+
+
+def test_the_slowest_rank_counts_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = StepClock(0, torch.device("cpu"))
+    timed.steps = [0.1, 0.3, 0.1]
+    monkeypatch.setattr(clock.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(clock, "gathered", lambda mine: [mine, [0.2, 0.1, 0.4]])
+    timing = timed.summary(6)
+    assert (timing["median_ms"], timing["mean_ms"]) == (300.0, 300.0)
+    assert timing["samples_per_s"] == 20.0
+
+
+def test_percentiles_are_the_10th_and_the_90th() -> None:
+    timing = clock.summary(np.arange(101.0)[::-1], 1, False, {})
+    assert (timing["p10_ms"], timing["median_ms"], timing["p90_ms"]) == (10.0, 50.0, 90.0)

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from experiments.training import traffic
+from experiments.workloads.base import Shard
 
 DEV = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
@@ -66,3 +67,25 @@ def test_bytes_that_pass_the_counters_by_are_unknown(tmp_path: Path, monkeypatch
     assert not traffic.past_the_counters("nccl", tmp_path)
     assert traffic.NicMeter("lo").total == (0, 0)
     assert traffic.NicMeter("lo", blind=True).total is None
+
+
+def test_the_interface_of_a_node_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of two ranks in four steps: each of the four has read its node's counters."""
+    said: list[list[float]] = []
+
+    def all_sum(values: list[float], shard: Shard) -> list[float]:
+        said.append(values)
+        return [sum(of) for of in zip(*said, strict=True)]
+
+    monkeypatch.setattr(traffic, "all_sum", all_sum)
+    for rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
+        found = traffic.per_step((10, 20), (800, 400), 2, 4, Shard(rank, 4))
+    assert found == {
+        "payload_intra": 4 * 10 / 2 / 4,
+        "payload_inter": 4 * 20 / 2 / 4,
+        "nic_tx": 2 * 800 / 2 / 4,
+        "nic_rx": 2 * 400 / 2 / 4,
+    }
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert "nic_tx" not in traffic.per_step((10, 20), None, 2, 4, Shard(0, 4))  # of one node it is not known
