@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from experiments.config import compose, sweeps
 from experiments.records import privacy, record
 from experiments.report import tables
 from experiments.runs import start
-from experiments.runs.study import Study, SweepQueue, asked
+from experiments.runs.study import Study, SweepQueue, asked, score
 from launch.errors import UserError
 from launch.failure import RunFailed
 from tests.helpers.commands import refused
@@ -140,6 +141,36 @@ methods:
   sgdm: {}
   birder: {rates: [0.5], keys: [bits, beta2], settings: [[weyl, 0.999], [independent, null]]}
 """
+
+
+def test_a_run_that_was_changed_midway_is_not_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    """With another number of ranks it is: what it was changed in is no option of the method."""
+    for place, key in enumerate(("optimizer.lr", "cluster.nodes")):
+        r = a_record("Birder", 1.0, id=f"r{place}", exp="digits", overrides=[f"seed={place}"])
+        record.write(dataclasses.replace(r, config={**r.config, "resume_changed": [[key, 1, 2]]}), tmp_path)
+    study = Study("digits", str(tmp_path))
+    assert [study.done(asked([f"seed={place}"])) is None for place in range(2)] == [True, False]
+
+
+def test_a_run_that_has_ended_well_is_not_hidden_by_a_later_failure(tmp_path: Path) -> None:
+    for place, status in enumerate(("failed", "completed", "failed")):
+        about = {"id": f"r{place}", "time": f"2026-01-0{place + 1}T00:00:00Z", "status": status, "reason": "killed"}
+        record.write(a_record("Birder", 1.0, exp="digits", overrides=["seed=1"], **about), tmp_path)
+    there = Study("digits", str(tmp_path)).done(asked(["seed=1"]))
+    assert there is not None
+    assert there.id == "r1"
+
+
+@pytest.mark.parametrize(("higher", "best"), [(True, 180.0), (False, 150.0)])
+def test_the_better_of_two_rates_is_the_one_with_the_lower_perplexity(higher: bool, best: float) -> None:
+    found = [
+        a_record("Birder", metric={"name": "x", "value": value, "higher_is_better": higher}) for value in (150.0, 180.0)
+    ]
+    assert max(found, key=lambda r: score(r) or 0.0).metric["value"] == best
+    kept = [
+        dataclasses.replace(r, metric={**r.metric, "value": 0.0, "all": {"held_out": r.metric["value"]}}) for r in found
+    ]
+    assert max(kept, key=lambda r: score(r) or 0.0).metric["all"]["held_out"] == best
 
 
 def test_words_and_nothing_are_values_and_methods_have_rates_of_their_own(tmp_path: Path) -> None:
