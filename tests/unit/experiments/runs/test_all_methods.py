@@ -187,6 +187,20 @@ def test_times_that_later_code_has_measured_stand_beside_older_accuracies(runs: 
     assert not methods_table.same_setting(trained, dataclasses.replace(trained, method="local SGD top-k"))
 
 
+def test_a_method_that_has_lost_its_time_is_a_failure(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def first_alone(chosen: list[Composed], group: str) -> tuple[int, int]:
+        return runs.in_turns(chosen[:1], group)
+
+    given = arguments(runs, "--methods", "local_sgd,csea", "--only", "time")
+    monkeypatch.setattr(compare, "in_turns", first_alone)
+    assert all_methods.main(given) == 1
+    assert "1 runs failed" in capsys.readouterr().err
+    monkeypatch.setattr(compare, "in_turns", runs.in_turns)
+    assert all_methods.main(given) == 0
+
+
 def test_bad_input_is_one_line(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, words in (
         (["scale=quick"], "needs real data"),

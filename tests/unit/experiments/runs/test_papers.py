@@ -69,11 +69,12 @@ def test_parts_run_one_after_the_other_with_the_methods_that_they_have(
 
     def instead(overrides: list[str], methods: list[str], show: Any) -> int:
         ran.append((overrides[0], methods))
-        return 0
+        return int(len(ran) == 1)
 
     monkeypatch.setattr(compare, "compare", instead)
     where = f"results_dir={tmp_path}/results"
-    assert compare.main(["--paper", "zero_one_adam", where, "--methods", "birder,onebit_adam"]) == 0
+    # One that failed is in the status, also where it is not the last.
+    assert compare.main(["--paper", "zero_one_adam", where, "--methods", "birder,onebit_adam"]) == 1
     assert ran == [("+exp=zero_one_bert_base", ["onebit_adam"]), ("+exp=methods_digits", ["onebit_adam", "birder"])]
     for wrong in (["slamb", "--methods", "lion"], ["cser", "+exp=digits"]):
         assert compare.main(["--paper", *wrong]) == 2
@@ -144,6 +145,18 @@ def test_a_part_whose_jobs_have_not_ended_is_not_submitted_again(
     queued.clear()  # the job has failed, and its record says so or is not there
     assert compare._part(given, ["birder"], lambda *_: []) == 0
     assert len(submitted) == 2
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_recorded_part_with_a_method_that_failed_does_not_end_well(tmp_path: Path, lost: bool) -> None:
+    overrides = ["+exp=digits", f"results_dir={tmp_path}"]
+    for number, variant in enumerate(compare.variants(compose.compose(overrides), ["onebit_adam", "birder"])):
+        how = {"status": "failed", "reason": "the loss is nan at step 3"} if lost and number else {}
+        about = {"id": f"r{number}", "group": "g", "overrides": variant.overrides, "exp": "digits"}
+        record.write(run("Birder", 10.0, **about, **how), tmp_path)
+    shown: list[str] = []
+    status = compare._part(overrides, ["onebit_adam", "birder"], lambda _, group: shown.append(group) or [])
+    assert (status, shown) == (int(lost), ["g"])
 
 
 def group() -> list[ResultRecord]:

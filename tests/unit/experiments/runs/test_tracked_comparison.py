@@ -12,6 +12,7 @@ from experiments.records import record
 from experiments.report import tables
 from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.tracking import wandb_run
+from experiments.tracking.tracked import TrackedRun
 from tests.helpers import wandb_file
 from tests.helpers.records import run
 from tests.helpers.wandb_file import columns, shown_table
@@ -36,6 +37,7 @@ def overrides(folder: Path, *more: str) -> list[str]:
 def tracked(folder: Path, *more: str) -> list[list[str]]:
     """Records a comparison as compare.py does. The rows that a terminal shows, headings first."""
     with TrackedComparison([compose.compose(overrides(folder, *more))], "g") as comparison:
+        records("an_earlier_one", folder / "results")
         records("g", folder / "results")
         tables.write(folder / "results", "resnet50")
         (printed,) = tables.print_group(folder / "results", "g")
@@ -57,6 +59,13 @@ def test_intervals_stand_in_the_numbers(tmp_path: Path) -> None:
     assert 1.9 < birder["vs_fp32_low"] <= birder["vs_fp32"] <= birder["vs_fp32_high"] < 2.1
     assert birder["of_bound"] == pytest.approx(0.8)
     assert run.summary["vs_fp32/Birder"] == pytest.approx(2.0)
+    rounds = run.table("rounds")
+    assert len(rounds["data"]) == len(METHODS) * ROUNDS  # those of this comparison
+    assert {row[0] for row in rounds["data"]} == {*METHODS}
+    assert {row[-1].partition("-")[0] for row in rounds["data"]} == {"g"}
+    assert {name for row in run.history for name in row if name.startswith("step_ms/")} == {
+        f"step_ms/{method}" for method in METHODS
+    }
     assert [row["step_ms/Birder"] for row in run.history if "step_ms/Birder" in row] == [10.0, 10.1, 10.2, 10.3]
 
 
@@ -109,6 +118,23 @@ def test_a_failure_of_wandb_is_one_line_and_changes_nothing(
     assert "No space left on device" in line
     monkeypatch.undo()
     wandb.teardown()
+
+
+def test_the_tracked_run_ends_as_the_comparison_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(TrackedRun, "finish", lambda self, summary, exit_code: ended.append(exit_code))
+    for status in (0, 1, 2):
+        with TrackedComparison([compose.compose(overrides(tmp_path))], "g") as comparison:
+            comparison.status = status
+
+    def breaks() -> None:
+        with TrackedComparison([compose.compose(overrides(tmp_path))], "g") as comparison:
+            comparison.status = 0
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="disk"):
+        breaks()
+    assert ended == [0, 1, 2, 1]
 
 
 def test_a_refused_comparison_leaves_nothing(tmp_path: Path) -> None:
