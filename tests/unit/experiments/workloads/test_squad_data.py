@@ -38,6 +38,7 @@ def test_limits_choose_the_same_questions_for_every_run(tmp_path: Path) -> None:
         assert len(set(workload._train.question.tolist())) == 20
     assert ids[0] == ids[1]
     assert len(ids[0]) == 5
+    assert set(ids[0]) <= {q.id for q in read_json(find_file(root, None, "dev"))}
     halves = []
     for rank in range(2):
         workload = tiny(data_path=root, dev_questions=5)

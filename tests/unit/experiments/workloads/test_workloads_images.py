@@ -90,10 +90,15 @@ def test_held_out_images_of_imagenet_are_not_trained_on_and_have_an_accuracy(tmp
     assert [len(images) for images in seen] == [12, 7]
     assert seen[1] < seen[0]
 
+    evaluated = [0]
+
     class Last(nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
+            evaluated[0] += len(images)
             return torch.tensor([[0.0, 1.0]]).expand(len(images), 2)
 
+    assert whole.evaluate(Last(), Shard()) == {"top1": 50.0, "top5": 100.0}  # the second of two classes is among five
+    assert evaluated == [4]  # those of val
     trained = sum(int(label) for _, label in less.train_batches(Shard(), 1, seed=0, epoch=0))
     found = less.evaluate(Last(), Shard())
     assert found == {**whole.evaluate(Last(), Shard()), "held_out": pytest.approx(100 * (6 - trained) / 5)}
@@ -121,6 +126,7 @@ def test_a_copy_of_a_data_set_is_the_same_and_another_of_its_name_is_not(tmp_pat
 def test_a_part_of_an_image_folder_is_chosen_before_anything_is_decoded(tmp_path: Path) -> None:
     root = image_folder(tmp_path / "data", train=6, val=2)
     (images, labels), test = ImageFolder(str(root)).read()
+    assert (len(images), len(test[0])) == (12, 4)
     kept = fixed_choice(12, 5, "train_images")
     for k, name in enumerate(sorted((root / "train").rglob("*.png"))):
         if k not in kept:
@@ -195,6 +201,11 @@ def test_fashion_mnist_reads_the_idx_files(tmp_path: Path) -> None:
     assert images.dtype == torch.uint8
     assert labels.dtype == torch.int64
     assert len(test) == 20
+    workload.prepare(Shard())
+    assert torch.equal(workload.eval_set[0], test)
+    assert torch.equal(workload._train[0], images)
+    seen = workload._normalise(images)  # by what is trained on, not by what is tested
+    assert (float(seen.mean()), float(seen.std())) == pytest.approx((0.0, 1.0), abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,8 @@ def test_gpt2_reads_the_text_in_its_order(text: Path) -> None:
     workload = GPT2(preset="tiny", data_path=str(text), seq_len=32, vocab_size=400)
     workload.prepare(Shard())
     whole = workload.tokenizer.decode(torch.cat([workload._train, workload.eval_set]).flatten().tolist())
-    assert text.read_text().startswith(whole[:2000])
+    assert len(whole) > 2000
+    assert text.read_text().startswith(whole)  # the end of the text is evaluated on
     assert len(workload.tokenizer) == 400
     again = GPT2(preset="tiny", data_path=str(text), seq_len=32, vocab_size=400)
     again.prepare(Shard(1, 2))

@@ -120,6 +120,22 @@ def test_untrained_perplexity_is_the_vocabulary(tmp_path: Path) -> None:
     assert out["loss"] == pytest.approx(math.log(workload.vocab_size), rel=1e-4)
 
 
+def test_a_text_is_evaluated_as_a_whole_however_it_is_cut(tmp_path: Path) -> None:
+    """The state is carried from cut to cut, and the last one may be shorter."""
+    cut, whole = ptb(tmp_path, bptt=7), ptb(tmp_path, bptt=10**4)
+    torch.manual_seed(0)
+    model = cut.build_model().eval()
+    with torch.no_grad():
+        columns = len(whole.eval_set) // whole.eval_columns
+        assert (columns - 1) % 7
+        found = cut.evaluate(model, Shard())
+        assert found == pytest.approx(whole.evaluate(model, Shard()), rel=1e-5)
+        words = whole.eval_set[: columns * whole.eval_columns].view(whole.eval_columns, columns).t()
+        logits, _ = model(words[:-1], whole._zeros(words))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), words[1:].flatten())
+    assert found["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
 def test_the_end_of_the_text_is_held_out(tmp_path: Path) -> None:
     whole = ptb(tmp_path)
     workload = ptb(tmp_path, held_out=200)
