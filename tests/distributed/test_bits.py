@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,3 +73,19 @@ def test_bits_are_those_of_two_phases_and_train_nothing(ranks: int) -> None:
     for sent, moved in run_ranks(_send, ranks):
         assert sent == 2 * (ranks - 1) * (64 * 96 // 8 // ranks)
         assert not any(moved)
+
+
+def test_what_bits_cost_is_what_a_step_takes_longer_than_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In milliseconds, on the slowest rank; the first turn of each does not count."""
+    from experiments.timing import profiled
+
+    seconds = {False: iter([9.0, 0.15, 0.14, 0.16]), True: iter([9.0, 0.20, 0.21, 0.19])}
+    bound: Any = SimpleNamespace(turn=lambda *_, optimizer_and_hook: next(seconds[optimizer_and_hook is not None]))
+    ddp = SimpleNamespace(process_group=None, hook=None, use=lambda _: None)
+    bound.shared = SimpleNamespace(ddp=ddp, shard=SimpleNamespace(device=torch.device("cpu")))
+    attached = SimpleNamespace(attach=lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(profiled, "birder", attached)
+    monkeypatch.setattr(profiled, "dist", SimpleNamespace(get_world_size=lambda _: 2, barrier=lambda: None))
+    monkeypatch.setattr(profiled, "gathered", lambda mine: [mine / 2, mine])
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(8))]}]
+    assert profiled.bits_ms(bound, groups, 25.0, 3) == pytest.approx(50.0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from birder.comm import ByteCounter
 from experiments.config import compose
 from experiments.records import record
 from experiments.report import metrics
@@ -116,6 +117,121 @@ def test_records(tmp_path: Path) -> None:
     assert local.turns["steps"] == [3] * ROUNDS  # whole cycles
     assert local.rounds_per_step == pytest.approx(1 / 3, abs=1e-4)
     assert local.timing["typical"] == "mean"
+
+
+def test_the_figures_of_a_record_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 nodes of 2 ranks, rounds of one and of three steps, of which the last alone sends anything."""
+    from experiments.timing import results
+    from experiments.training import traffic
+    from experiments.workloads.base import Shard
+
+    for module in (results, traffic):
+        monkeypatch.setattr(module, "all_sum", lambda values, shard: [4 * v for v in values])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    counter = ByteCounter()
+    sent = traffic.StepTraffic(counter)
+    for step in range(4):
+        if step == 3:
+            counter.collective(intra=30, inter=60)
+        sent.end_step()
+    entry: Any = SimpleNamespace(steps=[1, 3], seconds=[0.1, 0.6], per_step=lambda: [0.1, 0.2], updates=[0.01, 0.03])
+    entry.sent, entry.traffic, entry.state_bytes = [30, 60, 1], sent, 100
+    entry.clock, entry.nic = SimpleNamespace(split=dict), SimpleNamespace(total=None)
+    spec: Any = SimpleNamespace(config={"train": {"batch_per_rank": 8, "accumulate": 2}}, nodes=2)
+    workload: Any = SimpleNamespace(samples=lambda batch: 3 * batch)
+    found = results._measured(spec, Shard(0, 4), workload, entry)
+    timing = found["timing"]
+    assert (timing["steps"], timing["typical"], timing["median_ms"], timing["mean_ms"]) == (4, "mean", 150.0, 175.0)
+    assert timing["samples_per_s"] == pytest.approx(3 * 8 * 2 * 4 / 0.175, abs=1e-3)
+    assert timing["update_ms"] == 20.0
+    assert found["bytes_per_step"] == {"payload_intra": 4 * 30 / 2 / 4, "payload_inter": 4 * 60 / 2 / 4}
+    assert (found["collectives_per_step"], found["rounds_per_step"], found["state_bytes_per_rank"]) == (0.25, 0.25, 100)
+
+
+@pytest.mark.parametrize(
+    ("measured", "rounds", "drift", "repeated", "settled"),
+    [
+        ((1.0, 1.03), [(1.02, 1.0)], 0.02, False, [1.0]),
+        ((1.0, 0.93), [(0.96, 0.97)], -0.04, False, [1.0]),
+        # Slower by a fifth: the links are set to that, and the rounds are taken again, once.
+        ((1.0, 1.3, 1.21), [(1.2, 1.2), (1.22, 1.2)], 0.0083, True, [1.0, 1.2]),
+        ((1.0, 0.7, 0.6), [(0.8, 0.8), (0.6, 0.6)], -0.25, True, [1.0, 0.8]),
+    ],
+)
+def test_a_pace_that_has_changed_is_said_and_the_rounds_are_repeated_once(
+    monkeypatch: pytest.MonkeyPatch,
+    measured: tuple[float, ...],
+    rounds: list[tuple[float, ...]],
+    drift: float,
+    repeated: bool,
+    settled: list[float],
+) -> None:
+    """measured: the bound before the rounds, and after them; rounds: its turns among them. Links that set nothing."""
+    world, written = a_world(monkeypatch, measured, rounds, [[]] * len(rounds))
+    world.run()
+    (about,) = written
+    assert about["drift"] == pytest.approx(drift, abs=1e-4)
+    assert (about["repeated"], world.links.settled) == (repeated, settled)
+    assert about["bound_ms"] == {"before": 1000 * settled[-1], "after": 1000 * measured[-1]}
+    assert world.bound.forgotten == repeated
+
+
+def test_where_links_follow_the_bound_it_has_drifted_from_what_they_were_set_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_to = [(1.1, 20.0, 500.0), (1.2, 22.0, 450.0), (1.3, 24.0, 400.0)]
+    world, written = a_world(monkeypatch, (1.0, 1.2), [(1.2, 1.25, 1.23)], [set_to])
+    world.run()
+    (about,) = written
+    assert about["drift"] == pytest.approx(1.215 / 1.2 - 1, abs=1e-4)  # the median of all four; not 1.215 / 1
+    assert (about["repeated"], about["dilations"]) == (False, [20.0, 22.0, 24.0])
+    assert (world.links.checked, about["dilation"]) == ((450.0, 22.0), 22.0)
+
+
+def a_world(
+    monkeypatch: pytest.MonkeyPatch, measured: tuple[float, ...], rounds: list[tuple[float, ...]], set_to: list[Any]
+) -> tuple[Any, list[dict[str, Any]]]:
+    """A world whose bound takes these seconds, and what its records would say."""
+    from experiments.timing import turns
+    from experiments.workloads.base import Shard
+
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(turns, "gathered", lambda mine: [mine])
+    monkeypatch.setattr(turns.machine, "read", lambda: None)
+    monkeypatch.setattr(turns.machine, "busy", lambda *_: None)
+    monkeypatch.setattr(turns.rank_link, "of_run", lambda *_: None)
+    monkeypatch.setattr(turns.results, "write", lambda *_, about, **of: written.append({**of, **about}))
+    seconds, mine, theirs = iter(measured), iter(rounds), iter(set_to)
+    world: Any = turns._World.__new__(turns._World)
+    world.spec, world.shard, world.workload = SimpleNamespace(id="w", seed=0), Shard(), None
+    world.config, world.main, world.held, world.bounds, world.variants = {"variants": [{}]}, False, True, [], []
+    world.watch, world.exchange = None, SimpleNamespace(forget=lambda: None)
+    world.bound = SimpleNamespace(turn=lambda *_: 0.0, forgotten=False, ready=[])
+    world.bound.forget = lambda: setattr(world.bound, "forgotten", True)
+    links = SimpleNamespace(settled=[], set_to=[], known={}, shapes=False, free=lambda: None, checked=None)
+    links.settle = lambda bound_s: links.settled.append(bound_s) or 20.0
+    links.check = lambda *asked: setattr(links, "checked", asked)
+    world.links, world._prepare, world._profile = links, lambda: None, lambda: None
+    world._measure_bound = lambda turns: next(seconds)
+
+    def all_rounds() -> None:
+        taken = list(next(mine))
+        world.bound.per_step = lambda: taken
+        links.set_to = list(next(theirs))
+
+    world._all_rounds = all_rounds
+    return world, written
+
+
+def test_a_turn_is_as_long_as_on_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiments.timing import turns
+
+    monkeypatch.setattr(turns.dist, "barrier", lambda: None)
+    world = turns._World.__new__(turns._World)
+    world.watch = None  # type: ignore[assignment]
+    world._same = lambda entry, seconds=0.0: [seconds, 3.0, 2.0]  # type: ignore[method-assign]
+    entry: Any = SimpleNamespace(begin=lambda _: None, turn=lambda *_: 1.0, end=lambda _: None)
+    assert world._seconds(entry, 2) == 3.0
 
 
 @pytest.mark.slow

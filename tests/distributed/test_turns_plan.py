@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from experiments import compare
 from experiments.config import compose
 from experiments.records import record
 from experiments.timing import plan
+from experiments.tracking.tracked import TrackedRun
 from experiments.training import rank_link
 from launch.errors import UserError
 from launch.failure import RunFailed
@@ -68,6 +71,24 @@ def test_replays_differ_in_their_model() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *("seed=1", "timeline=other", "data.path=/other", "comm.bucket_cap_mb=1", "cluster.nodes=8"),
+        *(f"train.{key}" for key in ("batch_per_rank=1", "accumulate=3", "precision=bf16", "max_steps=7", "epochs=7")),
+    ],
+)
+def test_methods_that_differ_in_what_a_step_is_take_no_turns(changed: str) -> None:
+    """The bound is that of the first, and so is the number of samples."""
+    key, _, value = changed.partition("=")
+    first, second = (compose.resolve(compose.compose(["+exp=digits", "timing.mode=interleaved"])) for _ in range(2))
+    assert plan.reason_not_interleaved([first, second], synthetic=False) is None
+    section, _, leaf = key.rpartition(".")
+    (second[section] if section else second)[leaf] = value
+    with pytest.raises(UserError, match=f"methods differ in {section if section in plan.SHARED else key};"):
+        plan.reason_not_interleaved([first, second], synthetic=False)
+
+
 def test_one_run_for_all_variants(tmp_path: Path) -> None:
     made = compare.variants(compose.compose(["+exp=digits", f"output_dir={tmp_path}"]), None)
     spec = plan.make([*made, made[-1]], "stamp-digits-1234")
@@ -116,6 +137,8 @@ def test_when_a_method_breaks_its_world_the_others_go_on(
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
     printed: list[str] = []
+    tracked: list[int] = []
+    monkeypatch.setattr(TrackedRun, "finish", lambda self, summary, exit_code: tracked.append(exit_code))
     overrides = [
         "+exp=digits",
         "timing.mode=interleaved",
@@ -123,12 +146,30 @@ def test_when_a_method_breaks_its_world_the_others_go_on(
         f"output_dir={tmp_path}/out",
     ]
     assert compare.compare(overrides, None, lambda results, group: printed.append(group) or []) == 1
+    assert tracked == [1]
     assert [len(w) for w in worlds] == [5, 4]
     assert worlds[0][3] not in worlds[1]
     records = record.read_all(tmp_path / "results")
     assert sorted(r.status for r in records) == ["completed"] * 4 + ["failed"]
     assert {r.group for r in records} == set(printed)
     assert "1 of 5 runs failed" in capsys.readouterr().err
+
+
+def test_a_method_that_fails_and_leaves_its_world_whole_is_in_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(self: LocalLauncher, spec: Any) -> None:
+        first, *others = (plan.spec_of(spec, v) for v in spec.config["variants"])
+        record.write(record.failed(first, "the loss is nan at step 3"), tmp_path / "results")
+        for own in others:
+            record.write(record.from_spec(own), tmp_path / "results")
+
+    monkeypatch.setattr(LocalLauncher, "launch", launch)
+    asked = ["+exp=digits", "timing.mode=interleaved", f"results_dir={tmp_path}/results", f"output_dir={tmp_path}/out"]
+    assert compare.compare(asked, None, lambda *_: []) == 1
+    shown = capsys.readouterr().err
+    assert "the loss is nan at step 3" in shown
+    assert "1 of 5 runs failed" in shown
 
 
 def test_a_world_that_never_began_has_failed_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +255,19 @@ def test_the_rate_of_a_real_network_is_probed(ranks: int, per_node: int) -> None
     found = run_ranks(_probe, ranks, per_node, ranks_per_node=per_node)
     assert len(set(found)) == 1
     assert found[0] > 0
+
+
+def test_a_probed_rate_is_in_bits_and_the_slowest_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MiB in half a second; another node takes twice as long."""
+    clock = itertools.count(0.0, 0.5)
+    silent = {"barrier": lambda: None, "P2POp": lambda *a: a, "isend": 0, "irecv": 1, "batch_isend_irecv": lambda _: []}
+    here = {"get_rank": lambda: 0, "get_world_size": lambda: 4, "group": SimpleNamespace(WORLD=object())}
+    monkeypatch.setattr(rank_link, "dist", SimpleNamespace(**silent, **here))
+    monkeypatch.setattr(rank_link, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(rank_link, "backend_for", lambda *_: "gloo")
+    monkeypatch.setattr(rank_link, "gathered", lambda mine: [mine, 0.0, 2 * mine, 0.0])
+    monkeypatch.setattr(rank_link, "PROBE_MB", 1)
+    assert rank_link.probe(2, torch.device("cpu")) == pytest.approx(8 * 2**20 / 1e6 / 1.0, abs=0.05)
 
 
 def test_a_single_node_has_no_link() -> None:
