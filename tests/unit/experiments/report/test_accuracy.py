@@ -351,6 +351,13 @@ def test_a_method_that_diverges_where_the_baseline_does_not_is_worse() -> None:
     (panel,) = gaps.panels(accuracy_page.studies(kept))
     assert panel.rows[0].gap.low is None
     assert plots.accuracies(accuracy_page.studies(kept)) is not None
+    # The baseline loses as many: nothing is decided by it.
+    both = [r for r in held if r.id != more.id] + [
+        lost,
+        dataclasses.replace(lost, id="too", method="SGDM fp32", wire="fp32", optimizer="SGDM", config=more.config),
+    ]
+    (table,) = accuracy.build(both)
+    assert [(c.count(), table.verdict(c)) for c in table.chosen if c.label == "Birder"] == [("3 of 4", "parity")]
     (table,) = accuracy.build([*held, dataclasses.replace(lost, reason="interrupted by Ctrl-C")])  # not its own doing
     assert [(c.count(), table.verdict(c)) for c in table.chosen if c.label == "Birder"] == [("3 of 4", "parity")]
 
@@ -425,6 +432,48 @@ def test_a_picture_shows_the_study_with_most_seeds_with_its_verdicts() -> None:
     assert plots.accuracies(accuracy_page.studies(alone)) is None  # one seed has no interval
 
 
+def test_a_picture_of_shares_has_its_ends_and_its_margin_in_per_cent() -> None:
+    from scipy import stats
+
+    base, mine = [100.0, 110.0, 120.0], [109.0, 121.5, 133.0]
+    made = [on_virtual_workers(8, "SGDM fp32", v, s, 0.1) for s, v in enumerate(base)]
+    made += [on_virtual_workers(8, "Birder", v, s, 0.1) for s, v in enumerate(mine)]
+    parity = {"baseline": "SGDM", "margin": 0.03, "relative": True}
+    (panel,) = gaps.panels(
+        accuracy_page.studies([dataclasses.replace(r, config={**r.config, "parity": parity}) for r in made])
+    )
+    shares = [100 * (m / b - 1) for m, b in zip(mine, base, strict=True)]
+    low, high = stats.t.interval(0.95, 2, loc=sum(shares) / 3, scale=stats.sem(shares))
+    (row,) = panel.rows
+    assert (row.gap.value, row.gap.low, row.gap.high) == pytest.approx((sum(shares) / 3, low, high))
+    assert panel.margin == pytest.approx(3.0)
+    assert panel.limit == pytest.approx(gaps.FAR * row.gap.value)
+
+
+def of_methods(method: str, sent: float, lower: bool, *values: float) -> list[ResultRecord]:
+    made = [score(method, v, s, 0.1, exp="methods") for s, v in enumerate(values)]
+    about = {"name": "perplexity", "higher_is_better": False} if lower else {}
+    return [
+        dataclasses.replace(r, bytes_per_step={**r.bytes_per_step, "payload_inter": sent}, metric={**r.metric, **about})
+        for r in made
+    ]
+
+
+def test_a_picture_of_one_task_names_the_best_and_pairs_no_seeds_that_only_one_has() -> None:
+    few = {"1-bit Adam": (100.0, 102.0), "Birder": (97.5, 99.5, 107.5)}  # means of 101, as the baseline's, and 101.5
+    for lower, best in ((False, "Birder"), (True, "1-bit Adam")):
+        made = of_methods("SGDM fp32", 3200.0, lower, 100.0, 102.0)
+        made += [r for m, values in few.items() for r in of_methods(m, 100.0, lower, *values)]
+        found = gaps.against_bytes(methods_table.build(made)[0])
+        assert found is not None
+        assert found.point().startswith(f"{best} sends 1/32.0 of the bytes of fp32")
+        gap = {p.label: p.gap for p in found.points}
+        assert gap["Birder"] is not None
+        assert (gap["Birder"].value, gap["Birder"].low) == (pytest.approx(0.5), None)
+        assert gap["1-bit Adam"] is not None
+        assert gap["1-bit Adam"].low is not None  # of the same seeds
+
+
 def test_a_picture_without_an_fp32_run_states_no_share_of_its_bytes() -> None:
     made = [score(method, 90.0 + k, 0, 0.1, exp="methods") for k, method in enumerate(("SGDM bf16", "Birder"))]
     found = gaps.against_bytes(methods_table.build(made)[0])
@@ -464,6 +513,12 @@ def test_a_share_is_said_where_the_stated_baseline_was_not_run(tmp_path: Path) -
     assert plots.outcome(curves.read(table, tmp_path)).endswith("110.00, +10.0 % from SGDM fp32")
 
 
+def synced_every(records: list[ResultRecord], h: int) -> ResultRecord:
+    """A run of DiLoCo that averages every `h` steps."""
+    r = next(r for r in records if r.method == "DiLoCo")
+    return dataclasses.replace(r, config={**r.config, "optimizer": {**r.config["optimizer"], "sync_every": h}})
+
+
 def test_time_to_a_loss_is_measured_steps_times_predicted_ones() -> None:
     records = [r for r in read_all(PUBLISHED) if r.exp == "zero_one_gpt2"]
     race = time_to_loss.build(accuracy_page.studies(records), PUBLISHED)
@@ -476,6 +531,10 @@ def test_time_to_a_loss_is_measured_steps_times_predicted_ones() -> None:
     assert dense.seconds(slow) == pytest.approx(dense.steps * dense.ms[slow] / 1000)
     assert dense.ms[slow] > 2 * onebit.ms[slow] > 2 * 0.2 * dense.ms[slow]  # a fifth of its steps is dense
     assert dense.ms[slow] > dense.ms[fast] > found["Birder"].ms[fast]
+    # Its loss of half a run is there in half a run, to the next point of its curve.
+    assert 0.4 * race.total < dense.steps <= (time_to_loss.SHARE + 1 / curves.POINTS) * race.total
+    often, rare = (time_to_loss.step_ms(synced_every(records, h), race.total) for h in (5, 500))
+    assert often[slow] > 1.05 * rare[slow]  # the run's own H
     reached = [m.steps is not None for m in race.methods]
     assert reached == sorted(reached, reverse=True)
     assert time_to_loss.build({}, PUBLISHED) is None

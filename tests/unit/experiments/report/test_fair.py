@@ -120,6 +120,31 @@ def test_another_model_is_another_task() -> None:
         assert captions.versus(table, table.row("Birder"), "fp32") == "2.00x"
 
 
+def test_a_rate_that_lacks_a_seed_that_chooses_is_not_chosen_yet() -> None:
+    """Two seeds choose: the mean over one of them alone is another one's."""
+
+    def kept(lr: float, *held_out: float) -> list[ResultRecord]:
+        made = zip(runs("Birder", lr, *(90.0 for _ in held_out)), held_out, strict=True)
+        return [replace(r, metric={**r.metric, "all": {"top1": 90.0, "held_out": value}}) for r, value in made]
+
+    records = [*kept(0.003, 80.0, 70.0), *kept(0.03, 79.0)]
+    parity = {"baseline": "SGDM", "margin": 1.0, "relative": False, "choose_seeds": 2}
+    table = only([replace(r, config={**r.config, "parity": parity}) for r in records])
+    assert [c.lr for c in table.chosen] == [0.003]
+    assert table.cells[1].summary("held_out", [0, 1]) == (None, None)
+    assert table.cells[1].summary("held_out", [0]) == (79.0, None)
+
+
+def test_another_batch_has_a_table_of_its_own_also_where_it_is_accumulated() -> None:
+    mine = [*BASE, *runs("Birder", 0.003, 90.1, 90.2, 90.1)]
+    twice = [
+        replace(r, id=f"{r.id}-2", config={**r.config, "train": {**r.config["train"], "accumulate": 2}}) for r in mine
+    ]
+    tables = accuracy.build([*mine, *twice])
+    assert [(t.setting.batch, [c.count() for c in t.cells]) for t in tables] == [(4, ["3", "3"]), (8, ["3", "3"])]
+    assert "batch 8 each" in tables[1].title
+
+
 def test_rates_are_compared_on_the_seeds_that_they_share() -> None:
     tuned = [*runs("SGDM fp32", 0.1, 91.0, 90.2, 90.3, 90.1, 90.2), *runs("SGDM fp32", 0.3, 90.6)]
     table = only([*tuned, *runs("Birder", 0.003, 88.1, 88.2, 88.3, 88.1, 88.2)])
@@ -194,6 +219,37 @@ def test_published_figures_stand_beside_those_of_the_same_link_and_model_alone()
         ("g2", "image_size=224"),
         ("g3", "image_size=64"),
     ]
+
+
+def test_of_published_figures_for_several_machines_the_latest_stand_beside() -> None:
+    known = emulated("g1", 12.6)
+    other = [replace(r, hardware={**r.hardware, "cores": 64}) for r in emulated("g3", 12.6)]
+    (mine,) = speedup.build(emulated("g2", 12.0))
+    both = [published.matching(mine, every) for every in ([*known, *other], [*other, *known])]
+    assert [found and found.group for found in both] == ["g3", "g3"]
+
+
+def clocked(method: str, ms: float, name: str, at: int) -> ResultRecord:
+    """A run of the table of all methods that measured its step time alone."""
+    r = run(
+        method, ms, id=name, exp="methods", time=f"2026-01-01T00:00:0{at}Z", data={"name": "digits", "synthetic": False}
+    )
+    return replace(r, config={**r.config, "evaluate": False})
+
+
+def test_in_the_table_of_all_methods_the_fastest_dense_one_is_the_baseline_and_the_latest_time_counts() -> None:
+    trained = [score(method, 90.0, 0, 0.1, exp="methods") for method in ("SGDM fp32", "Birder")]
+    adamw = {"method": "AdamW fp32", "optimizer": "AdamW"}
+    trained.append(replace(trained[0], id="adamw", **adamw))
+    clocks = [
+        clocked("SGDM fp32", 1000.0, "a", 1),
+        replace(clocked("SGDM fp32", 800.0, "b", 2), **adamw),
+        clocked("Birder", 300.0, "c", 3),
+        clocked("Birder", 500.0, "d", 4),
+    ]
+    (table,) = methods_table.build([*trained, *clocks[::-1]])
+    shown = {line.label: table.versus(line) for line in table.lines}
+    assert shown == {"SGDM fp32": "0.80x", "AdamW fp32": "1.00x", "Birder": "1.60x"}
 
 
 def test_in_the_table_of_all_methods_birder_without_bits_is_no_all_reduce_in_fp32() -> None:

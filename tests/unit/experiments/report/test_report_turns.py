@@ -103,6 +103,18 @@ def test_records_without_rounds_have_no_intervals() -> None:
     assert metrics.interval(timed("SGDM fp32", 3000.0), timed("Birder", 800.0, world="another")) is None
 
 
+def test_a_row_that_stands_for_several_runs_has_no_interval() -> None:
+    """That of the median one would be of its rounds alone, not of what runs differ by."""
+    twice = dataclasses.replace(timed("Birder", 990.0, 3), id="again", seed=1)
+    (table,) = speedup.build([*group(), twice])
+    row = table.row("Birder")
+    found = table.compared(row, "fp32")
+    assert row.runs == 2
+    assert found is not None
+    assert (found.low, found.high) == (None, None)
+    assert metrics.interval(table.row("SGDM fp32").record, row.record) is not None  # which its rounds have
+
+
 def test_plots_name_the_interval() -> None:
     (with_rounds,), (without,) = speedup.build(group()), speedup.build(full_group())
     assert plots.step_times(with_rounds) is not None

@@ -73,6 +73,18 @@ def test_a_run_of_which_no_step_was_timed_is_not_held_against_arithmetic(method:
     assert cells(speedup_table.as_table(table).markdown(), method)[2] == "—"
 
 
+def test_of_several_dense_methods_the_fastest_is_the_baseline() -> None:
+    """Against the slowest a method would seem to gain what another optimizer's update costs."""
+    slower = dataclasses.replace(run("SGDM fp32", 4000.0, id="adamw"), method="AdamW fp32", optimizer="AdamW")
+    (table,) = speedup.build([*full_group(), slower])
+    assert {wire: row.label for wire in ("fp32", "bf16", "none") if (row := table.baseline(wire))} == {
+        "fp32": "SGDM fp32",
+        "bf16": "SGDM bf16",
+        "none": "no communication",
+    }
+    assert table.speedup(table.row("Birder"), "fp32") == pytest.approx(3000 / 800)
+
+
 def test_it_says_when_compression_does_not_pay() -> None:
     records = [
         run("SGDM fp32", 900.0),
