@@ -221,6 +221,25 @@ def test_the_arithmetic_of_a_run_by_hand() -> None:
     assert arithmetic.of_runs(runs[1:]) == []
 
 
+def test_a_timeline_is_taken_for_the_model_whose_elements_were_sent_and_steps_of_one_pass() -> None:
+    """A rank of 4 sends 2 (n - 1) / n of 4 bytes for each element."""
+    t = timelines.load("resnet50_b32_tf32")
+    link = {"kind": "emulated", "shaped": True, "measured": True, "mbit_per_s": 1000.0, "dilation": 1.0}
+
+    def rows(elements: float, accumulate: int = 1) -> list[arithmetic.Check]:
+        made = [run("no communication", 2 * t.step_ms, link=link), run("SGDM fp32", 9000.0, link=link)]
+        sent = {**made[1].bytes_per_step, "payload_inter": 2 * 3 / 4 * 4 * elements}
+        config = {**made[1].config, "timeline": t.name}
+        config["train"] = {**config["train"], "accumulate": accumulate}
+        return arithmetic.of_runs([made[0], dataclasses.replace(made[1], bytes_per_step=sent, config=config)])
+
+    (found,) = rows(t.elements)
+    wire = 2 * 3 / 4 * 4 * t.elements * 8 / 1e6
+    assert found.expected == pytest.approx(arithmetic.last(t, wire, scale=2.0))
+    assert rows(0.9 * t.elements) == []  # of another model
+    assert rows(t.elements, accumulate=2) == []  # buckets of the first pass are not sent
+
+
 def test_with_a_timeline_what_hides_behind_backward_is_not_counted() -> None:
     t = timelines.load("resnet50_b32_tf32")
     wire = 1000.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,6 +222,24 @@ def _exchanged(rank: int, size: int) -> tuple[int, int]:
 def test_exchanges_of_bits_are_sent_where_they_are_timed() -> None:
     """Of each size an all-to-all and an all-gather: to the other rank half of it, twice."""
     assert run_ranks(_exchanged, 2) == [(4, 64 + 640)] * 2
+
+
+def _sending(rank: int, size: int) -> dict[str, Any]:
+    """As if everything took a second."""
+    assert dist.group.WORLD is not None
+    kernels = SimpleNamespace(ns_per_byte={"copy": 1.0}, call_us=2.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiled, "_median", lambda task: 1.0)
+        patch.setattr(profiled, "measure_kernels", lambda *_, **__: kernels)
+        return profiled.exchanges([800, 1600], dist.group.WORLD)
+
+
+def test_what_sending_costs_is_of_the_bytes_that_a_rank_sends() -> None:
+    """Of two ranks each sends 2 (n - 1) / n = 1 times its 2,400 numbers, or their bits."""
+    found = run_ranks(_sending, 2)[0]
+    sent = {EXCHANGES[4]: 9600, EXCHANGES[2]: 4800, EXCHANGES[0]: 300}
+    assert found["sending"] == pytest.approx({name: 1e9 / nbytes for name, nbytes in sent.items()})
+    assert found["small_ms"] == pytest.approx(1000 / (2 * profiled.MANY))
 
 
 @pytest.mark.slow
