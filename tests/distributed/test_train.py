@@ -5,21 +5,30 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import birder
 from birder import checkpoint
 from experiments.config import schedules
 from experiments.config.schema import LrSchedule
 from experiments.config.validate import check_section
+from experiments.training import loop, method
+from experiments.training.resume import Checkpoints
+from experiments.workloads.base import Shard
+from experiments.workloads.digits import Digits
 from launch.errors import UserError
+from launch.local import free_port
 from launch.spec import RunSpec
 from tests.helpers import runs
-from tests.helpers.ranks import fresh_world
+from tests.helpers.ordinary import LOCAL
+from tests.helpers.ranks import fresh_world, run_ranks
 from tests.helpers.tiers import slow, slow_unless
 
 STEPS, BREAK = 12, 8
@@ -79,7 +88,7 @@ def _add(digest, tree) -> None:
 
 OPTIMIZERS = {
     "sgdm": [],
-    "onebit_adam": ["optimizer.warmup_steps=4"],
+    "onebit_adam": ["optimizer.warmup_steps=4", "train.accumulate=2"],
     "birder": [],
 }
 
@@ -186,12 +195,192 @@ def test_the_record_counts_what_was_sent(tmp_path):
     assert record["timing"]["steps"] == STEPS - 3
     assert record["timing"]["p10_ms"] <= record["timing"]["median_ms"] <= record["timing"]["p90_ms"]
     sent = record["bytes_per_step"]
+    # Of 3 ranks, 2 passes of 8 images each.
+    assert record["timing"]["samples_per_s"] == pytest.approx(
+        1000 * 3 * 2 * 8 / record["timing"]["median_ms"], rel=1e-3
+    )
     # One node a rank: all of it crosses the network, 2 (n-1)/n of the fp32 gradient.
     state = record["state_bytes_per_rank"]  # momentum alone: the fp32 gradient's size, but for padding
     assert sent["payload_intra"] == 0
     assert sent["payload_inter"] == pytest.approx(2 * 2 / 3 * state, rel=0.02)
     assert record["metric"]["name"] == "top1"
     assert record["data"] == {"name": record["data"]["name"], "synthetic": False}
+
+
+class Accumulating(torch.nn.Linear):
+    """Notes in which passes gradients are sent."""
+
+    sends, sent = True, ()
+
+    def forward(self, rows):
+        self.sent += (self.sends,)
+        return super().forward(rows)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.sends = False
+        yield
+        self.sends = True
+
+
+def test_micro_batches_have_the_loss_and_the_gradient_of_one_batch():
+    torch.manual_seed(0)
+    model, parts = Accumulating(3, 2), list(torch.randn(4, 5, 3))
+    workload = SimpleNamespace(loss=lambda model, batch: model(batch).square().mean())
+    settings = {"accumulate": 4, "precision": "fp32", "bf16_matmul": "native"}
+    loss = method.forward_backward(workload, model, iter(parts), settings, torch.device("cpu"))
+    assert model.sent == (False, False, False, True)
+    whole = torch.nn.functional.linear(torch.cat(parts), model.weight, model.bias).square().mean()
+    expected = torch.autograd.grad(whole, [model.weight, model.bias])
+    assert float(loss) == pytest.approx(float(whole.detach()), rel=1e-5)
+    assert torch.allclose(model.weight.grad, expected[0], rtol=1e-5)
+    assert torch.allclose(model.bias.grad, expected[1], rtol=1e-5)
+
+
+class Seven:
+    """Seven batches in an epoch, which say where they are from."""
+
+    def steps_per_epoch(self, world_size, batch_per_rank):
+        return 7
+
+    def train_batches(self, shard, batch_per_rank, *, seed, epoch, start=0):
+        for number in range(start, 7):
+            yield seed, epoch, number
+
+
+def test_an_epoch_is_as_many_whole_steps_as_its_batches_make():
+    """Of two passes each: three of seven batches. The last one is left over, also after a resume."""
+    config = {"seed": 5, "train": {"accumulate": 2, "batch_per_rank": 1, "epochs": 3, "max_steps": None}}
+    length = method.Length(config, Seven(), 1)
+    assert (length.epoch, length.total, length.short_of) == (3, 9, None)
+    straight = [(5, epoch, number) for epoch in range(3) for number in range(6)]
+    for done in range(length.total):
+        stream = method.batches(config, Seven(), Shard(), length, 2 * done)
+        assert list(itertools.islice(stream, 18 - 2 * done)) == straight[2 * done :]
+    config["train"]["max_steps"] = 10
+    length = method.Length(config, Seven(), 1)
+    assert (length.total, length.short_of) == (9, 10)
+    config["train"]["max_steps"] = 4
+    assert method.Length(config, Seven(), 1).total == 4
+
+
+def test_the_seed_decides_which_model_a_run_begins_with(tmp_path):
+    made = [make_spec(tmp_path, name, f"seed={seed}") for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    first, again, other = ([*method.begin(spec, Shard(), 1)[2].parameters()] for spec in made)
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, other))
+
+
+def test_each_step_of_a_run_has_the_rate_of_its_number(tmp_path, monkeypatch):
+    """Linear from 1 in the first step to 1/12 in the last."""
+    rates = {}
+    monkeypatch.setattr(loop.Tracker, "log", lambda self, step, **values: rates.update({step: values["lr"]}))
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    given = ["cluster.nodes=1", "optimizer=sgdm", "optimizer.lr=0.24", "train.lr_schedule.name=linear"]
+    loop.train(make_spec(tmp_path, "r", *given, "checkpoint.every=0", "resume=never"))
+    assert rates == pytest.approx({step: 0.02 * (STEPS - step + 1) for step in range(1, STEPS + 1)})
+
+
+def attached(**optimizer):
+    """A method of a run of 40 steps, not attached to anything."""
+    made = method.AttachedMethod.__new__(method.AttachedMethod)
+    made.config = {"optimizer": {"weight_decay": 0.5, **optimizer}}
+    made.settings = {"max_grad_norm": None, "lr_schedule": {"name": "linear", "warmup": 0.1, "final": 0.0}}
+    made.length, made._seed = SimpleNamespace(total=40, epoch=10), 0
+    made.ddp, made.workload = SimpleNamespace(module=torch.nn.Linear(2, 2)), Digits()
+    return made
+
+
+def test_what_is_a_fraction_is_one_of_the_steps_of_the_run():
+    for given, steps in ((0.25, 10), (0.001, 1), (7, 7)):
+        made = attached(_target_="birder.OneBitAdam", lr=0.1, warmup_steps=given).make_optimizer()
+        assert made.warmup_steps == steps
+    doubling = {"lr": 0.1, "warmup_steps": 0.05, "local_doubling": 0.5}
+    made = attached(_target_="birder.ZeroOneAdam", **doubling).make_optimizer()
+    assert (made.warmup_steps, made.local_doubling) == (2, 20)
+
+
+def test_each_group_has_its_own_rate_times_the_schedule():
+    made = attached(_target_="birder.SGDM", lr=0.1)
+    made.optimizer, made.base_lrs = SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": 0.4}]), [0.1, 0.4]
+    for step, factor in ((1, 1 / 4), (4, 1.0), (5, 1.0), (23, 1 / 2), (40, 1 / 36)):
+        made.set_lr(step)
+        assert [g["lr"] for g in made.optimizer.param_groups] == pytest.approx([0.1 * factor, 0.4 * factor])
+    assert made.lr == made.optimizer.param_groups[0]["lr"]
+
+
+def keeper(folder):
+    """A training that has statistics, a loss scale and a state of its workload, and its checkpoints."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = birder.SGDM(model.parameters(), lr=0.1)
+    state = {"text": torch.zeros(2)}
+    workload = SimpleNamespace(state_dict=lambda: dict(state), load_state_dict=state.update)
+    scaler = torch.amp.GradScaler("cpu")
+    made = SimpleNamespace(ddp=SimpleNamespace(module=model), optimizer=optimizer, workload=workload, scaler=scaler)
+    made.state = state
+    return made, Checkpoints(folder, 2, made)
+
+
+def test_a_checkpoint_puts_back_all_that_the_next_step_depends_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    first, saves = keeper(tmp_path)
+    first.scaler.scale(first.ddp.module(torch.randn(5, 3)).square().sum()).backward()
+    first.scaler.step(first.optimizer)
+    first.scaler.update(512.0)
+    first.state["text"] = torch.ones(2)
+    torch.manual_seed(7)
+    saves.save(1, {"steps": 3})
+    drawn = torch.rand(4)
+
+    again, reads = keeper(tmp_path)
+    torch.manual_seed(8)
+    assert reads.apply(reads.find()) == {"steps": 3}
+    assert torch.equal(torch.rand(4), drawn)
+    assert again.scaler.get_scale() == 512.0
+    assert torch.equal(again.state["text"], torch.ones(2))
+    theirs, mine = first.ddp.module.state_dict(), again.ddp.module.state_dict()
+    assert {name for name in theirs if not torch.equal(theirs[name], mine[name])} == set()
+    assert float(mine["1.num_batches_tracked"]) == 1
+    kept = [[o.state_dict()["state"]] for o in (first.optimizer, again.optimizer)]
+    digests = [hashlib.sha256() for _ in kept]
+    for digest, state in zip(digests, kept, strict=True):
+        _add(digest, state)
+    assert digests[0].digest() == digests[1].digest()
+
+
+def evaluated(rank: int, world: int) -> dict:
+    """An evaluation on ranks whose models and statistics differ, and what it has left."""
+    from experiments.training.loop import _Run
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), torch.nn.BatchNorm1d(1))
+    optimizer = LOCAL["QSparse"](model.parameters())
+    ddp = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    attachment = birder.attach(ddp, optimizer)
+    with torch.no_grad():
+        model[0].weight.fill_(float(rank))
+        model[1].running_mean.fill_(5.0 + rank)
+
+    def evaluate(module: torch.nn.Module, shard: Shard) -> dict:
+        torch.rand(3)
+        weight, mean = float(module[0].weight.mean()), float(module[1].running_mean)
+        return {"weight": weight, "mean": mean, "training": module.training, "grad": torch.is_grad_enabled()}
+
+    run = _Run.__new__(_Run)
+    run.ddp, run.shard, run.method = ddp, Shard(rank, world), optimizer
+    run.workload = SimpleNamespace(evaluate=evaluate)
+    before = torch.get_rng_state()
+    ddp.train()
+    run._evaluate()
+    attachment.close()
+    left = {"own": float(model[0].weight.mean()), "trains": model.training}
+    return {**run.metrics, **left, "drawn": not torch.equal(torch.get_rng_state(), before)}
+
+
+def test_what_is_evaluated_is_the_mean_of_the_ranks_models_with_the_first_ranks_statistics():
+    same = {"weight": 0.5, "mean": 5.0, "training": False, "grad": False, "trains": True, "drawn": False}
+    assert run_ranks(evaluated, 2) == [{**same, "own": 0.0}, {**same, "own": 1.0}]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
