@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,7 +111,7 @@ class AccuracyTable:
 
     def _score(self, cell: Cell) -> tuple[int, float]:
         """What variants of a method are chosen by, the larger the better: seeds, then as learning rates are."""
-        seeds = sorted(cell.by_seed)[: self.choosing] if self.criterion else None
+        seeds = choosers(self.by_label[cell.label])[: self.choosing] if self.criterion else None
         return len(cell.valid), self.value(cell, self.criterion, seeds)
 
     @cached_property
@@ -201,7 +202,7 @@ class AccuracyTable:
 
     def _best(self, mine: Sequence[Cell]) -> Cell | None:
         if self.criterion:
-            sound, seeds = mine, sorted({r.seed for c in mine for r in c.records})[: self.choosing]
+            sound, seeds = mine, choosers(mine)[: self.choosing]
         else:
             sound = [c for c in mine if c.valid and len(c.valid) == len(c.counting)]
             sound = [c for c in sound if c.settled] or sound
@@ -212,6 +213,13 @@ class AccuracyTable:
 
 def _of_a_method(cell: Cell) -> bool:
     return not cell.records[0].config["optimizer"]["_target_"].startswith(STUDIES)
+
+
+def choosers(mine: Iterable[Cell]) -> list[int]:
+    """The seeds of a method, those first by which its learning rate is chosen: that most rates were tried with, then the
+    smaller. A sweep's first seed need not be the smallest."""
+    rates = Counter(r.seed for c in mine for r in c.records)
+    return sorted(rates, key=lambda seed: (-rates[seed], seed))
 
 
 def build(records: list[ResultRecord]) -> list[AccuracyTable]:

@@ -42,7 +42,7 @@ class Line:
 
     @property
     def first_seed(self) -> int:
-        return min(r.seed for cell in self.tried for r in cell.records)
+        return accuracy.choosers(self.tried)[0]
 
     @property
     def failures(self) -> list[str]:

@@ -135,6 +135,21 @@ def test_a_rate_that_lacks_a_seed_that_chooses_is_not_chosen_yet() -> None:
     assert table.cells[1].summary("held_out", [0]) == (79.0, None)
 
 
+@pytest.mark.parametrize(("first", "other"), [(0, 1), (1, 0)])
+def test_a_rate_is_chosen_by_the_seed_that_all_were_tried_with_also_if_its_other_seed_diverges(
+    first: int, other: int
+) -> None:
+    def kept(lr: float, held_out: float) -> ResultRecord:
+        (r,) = runs("Birder", lr, 90.0, first=first)
+        return replace(r, metric={**r.metric, "all": {"top1": 90.0, "held_out": held_out}})
+
+    low, high = kept(0.1, 70.0), kept(0.2, 80.0)
+    table = only([low, high, *runs("Birder", 0.2, None, first=other)])
+    assert table.bests["Birder"] is not None
+    assert table.bests["Birder"].lr == 0.2
+    assert accuracy.choosers(table.by_label["Birder"]) == [first, other]
+
+
 def test_another_batch_has_a_table_of_its_own_also_where_it_is_accumulated() -> None:
     mine = [*BASE, *runs("Birder", 0.003, 90.1, 90.2, 90.1)]
     twice = [
