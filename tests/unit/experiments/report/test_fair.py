@@ -150,7 +150,7 @@ def test_a_rate_is_chosen_by_the_seed_that_all_were_tried_with_also_if_its_other
     assert accuracy.choosers(table.by_label["Birder"]) == [first, other]
 
 
-def test_another_batch_has_a_table_of_its_own_also_where_it_is_accumulated() -> None:
+def test_another_batch_is_another_table_also_where_it_is_accumulated() -> None:
     mine = [*BASE, *runs("Birder", 0.003, 90.1, 90.2, 90.1)]
     twice = [
         replace(r, id=f"{r.id}-2", config={**r.config, "train": {**r.config["train"], "accumulate": 2}}) for r in mine
