@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import weakref
@@ -214,7 +215,13 @@ def on_thread(thread: ThreadPoolExecutor, work: Callable[[], Tensor]) -> Future[
 def queue_after_backward(call: Callable[[], None]) -> None:
     """Calls it when the backward pass under way is over, after all that has been queued for its end until now."""
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-    queue(call)
+    queue(functools.partial(_not_compiled, call))
+
+
+@torch._disable_dynamo
+def _not_compiled(call: Callable[[], None]) -> None:
+    """A compiled training step would compile what is called inside its backward pass, too."""
+    call()
 
 
 def pipeline_for(device: torch.device, group: dist.ProcessGroup | None) -> Pipeline:

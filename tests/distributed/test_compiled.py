@@ -99,3 +99,24 @@ def test_equal_to_eager_bit_for_bit(name: str) -> None:
             assert np.array_equal(x, mine["eager", accumulate]), (case, accumulate)
         assert not np.array_equal(mine["eager", False], start)
         assert not np.array_equal(mine["eager", True], mine["eager", False])
+
+
+def whole_step(rank: int, world: int) -> int:
+    model = toy.make()
+    ddp = DistributedDataParallel(model)
+    optimizer = birder.Birder(model.parameters())
+    attach(ddp, optimizer)
+    ours: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        ours.extend(node.stack_trace for node in graph.graph.nodes if "/birder/" in (node.stack_trace or ""))
+        return graph.forward
+
+    torch.compile(toy.train, backend=backend)(ddp, optimizer, rank, [1, 2])
+    assert optimizer.steps == 2
+    return len(ours)
+
+
+def test_a_compiled_training_step_does_not_compile_the_hook() -> None:
+    """What the hook calls inside backward was compiled, again in each of the first steps."""
+    assert fresh_world(whole_step, 2) == [0, 0]
