@@ -252,6 +252,18 @@ def test_parameters_loaded_before_ddp_gave_all_ranks_those_of_rank_0_are_noticed
     assert "after DistributedDataParallel has been built" in second
 
 
+def test_a_fingerprint_is_of_every_parameter() -> None:
+    model = toy.make()
+    optimizer = make("ZeroOneAdam", model)
+    optimizer.bind(unit_mb=0.0008)
+    assert len(optimizer.units) > 1
+    seen = {optimizer.fingerprint()}
+    for p in model.parameters():
+        p.data.view(-1)[-1] += 1
+        seen.add(optimizer.fingerprint())
+    assert len(seen) == 1 + len(list(model.parameters()))
+
+
 # ---- arguments ---------------------------------------------------------------------------------------------------------
 
 
