@@ -255,6 +255,10 @@ class DeepSpeedZeroOneAdam(ZeroOneAdam):
     warmup_counts: ClassVar[bool] = True
     aligned: ClassVar[bool] = True
 
+    def reads_parameters(self, step: int) -> bool:
+        """(2') does, behind the warm-up; a script that changes them is refused before."""
+        return any(group["weight_decay"] for group in self.param_groups)
+
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
         if step > self.warmup_steps:
             if step == self.warmup_steps + 1:  # errors change their unit, from gradient to buffer
