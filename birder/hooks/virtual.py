@@ -100,8 +100,9 @@ class VirtualRanks:
         self._start = [b.detach().clone() for b in self._buffers]
         self._first: list[Tensor] = []
         self._buckets: list[list[Tensor]] = []
-        # Memory that is kept from step to step: new pages cost more than what is written into them.
-        self._rooms = [[p.new_empty(p.shape) for p in self._params] for _ in range(self.size)]
+        # Memory that is kept from step to step: new pages cost more than what is written into them. In the parameter's
+        # strides, as real gradients are: norms are added up, and matrices multiplied, in the order of memory.
+        self._rooms = [[torch.empty_like(p) for p in self._params] for _ in range(self.size)]
         self._scratch: Tensor | None = None
         self._here = 0
         self._turned: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -206,6 +207,33 @@ def test_gradients_that_are_not_finite_are_marked_as_on_real_ranks() -> None:
     ours = run_ranks(overflowing, 1, 2)[0]
     for expected, found in zip(run_ranks(overflowing, 2, 0), ours, strict=True):
         torch.testing.assert_close(found, expected[0], rtol=0, atol=0)
+
+
+def transposed(rank: int, world: int, virtual_ranks: int) -> Tensor:
+    """A matrix that lies transposed in memory, and is multiplied."""
+    torch.manual_seed(3)
+    model = torch.nn.Linear(90, 37, bias=False)
+    model.weight.data = model.weight.data.t().contiguous().t()
+    ddp = DistributedDataParallel(model)
+    optimizers = [birder.Muon(model.parameters(), lr=0.1) for _ in range(virtual_ranks or 1)]
+    ranks: Any = optimizers[0]
+    if virtual_ranks:
+        ranks = VirtualRanks(ddp, optimizers, topology=Topology(virtual_ranks, 1))
+    else:
+        attach(ddp, optimizers[0])
+    for step in range(3):
+        for turn in range(virtual_ranks) if virtual_ranks else [rank]:
+            x = torch.randn(8, 90, generator=torch.Generator().manual_seed(10 * step + turn))
+            with ranks.turn(turn) if virtual_ranks else contextlib.nullcontext():
+                ddp(x).square().sum().backward()
+        ranks.step()
+        optimizers[0].zero_grad()
+    return model.weight.detach().clone()
+
+
+def test_gradients_lie_in_memory_as_on_real_ranks() -> None:
+    expected = run_ranks(transposed, 2, 0)[0]
+    torch.testing.assert_close(run_ranks(transposed, 1, 2)[0], expected, rtol=0, atol=0)
 
 
 def ring(rank: int, world: int, sizes: list[int]) -> list:
