@@ -5,16 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+import birder
 from experiments import replay
 from experiments.cells import engine, suite
+from experiments.cells.setups import Setup
 from experiments.records.record import ROOT
 from experiments.report import figure, replay_page, replayed
+from experiments.workloads.base import Shard
 from launch.errors import UserError
+from tests.helpers.records import run
 
 PUBLISHED = ROOT / "results/published"
 
@@ -104,6 +110,43 @@ def test_every_step_of_the_slowest_node_is_kept_and_nothing_is_called_a_percenti
     assert found["samples_per_s"] == pytest.approx(1000 * 64 / 25)
     assert set(found["split"]) == set(engine.PARTS)
     assert not {"p10_ms", "p90_ms"} & set(found)
+
+
+class Waits(Setup):
+    """100 ms in a step that sends, 10 ms in others; one in two sends here, one in `every` in what is replayed."""
+
+    def __init__(self, every: int, steps: int) -> None:
+        options = {"_target_": "birder.SparseLoCo", "message": "dense", "sync_every": 2}
+        self.method = suite.SuiteMethod(label="DiLoCo", wire="model", every=every, fraction=1.0, optimizer=options)
+        self.optimizer = birder.SparseLoCo([torch.nn.Parameter(torch.zeros(2))], lr=0.1, message="dense", sync_every=2)
+        self.optimizer.steps = steps
+
+    def step(self) -> dict[str, float]:
+        self.optimizer.steps += 1
+        return {"wall_ms": 10.0 if self.optimizer.steps % 2 else 100.0}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_of_local_steps_one_in_so_many_counts_as_one_that_sends(steps: int) -> None:
+    """Whichever of the two kinds comes first: (100 + 4 * 10) / 5."""
+    assert Waits(5, steps)._typical() == {"wall_ms": pytest.approx(28.0)}
+
+
+def test_bytes_of_local_steps_are_of_a_step_and_not_of_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = suite.load("bench")
+    (name,) = (name for name, method in bench.methods.items() if method.every == 500)
+    cell = bench.cells(bench.places(), [name])[0]
+    monkeypatch.setattr(engine, "gathered", lambda mine: [mine])
+    node = object.__new__(engine.Node)
+    node.suite, node.size, node.shard, node.link, node._template = bench, 1, Shard(0, 1), {}, run("SGDM fp32")
+    node.spec = SimpleNamespace(config={"workload": {}})
+    parts = dict.fromkeys(engine.PARTS, 1.0)
+    turn = {"wall_ms": 10.0, **parts, "sent": 1_000_000, "collectives": 50, "nic": (2_000_000, 500_000), "state": 8}
+    kept = node._record(suite.scale(bench, cell, 100.0), [turn, turn], None, {})
+    assert kept is not None
+    sent = {name: kept.bytes_per_step[name] for name in ("payload_inter", "nic_tx", "nic_rx")}
+    assert sent == {"payload_inter": 2000, "nic_tx": 4000, "nic_rx": 1000}
+    assert kept.collectives_per_step == 0.1
 
 
 def test_reports_need_no_torch() -> None:
