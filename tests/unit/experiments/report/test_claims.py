@@ -126,6 +126,16 @@ def test_accuracy_is_decided_by_the_seeds_intervals_not_by_means() -> None:
 
 
 @pytest.mark.usefixtures("against_sgdm")
+def test_a_claim_is_held_against_the_best_rate_of_its_baseline() -> None:
+    poor = [score("SGDM fp32", v, s, 0.01, exp="digits", id=f"poor-{s}") for s, v in enumerate([80.0, 80.4, 79.6])]
+    made = compared("Birder", [85.0, 85.4, 84.6], [90.0, 90.4, 89.6])
+    for records in ([*poor, *made], [*made, *poor]):
+        (found,) = outcomes(records)
+        assert found.verdict == "worse"
+        assert found.gap.startswith("-5.56")  # 85 / 90 - 1 in per cent
+
+
+@pytest.mark.usefixtures("against_sgdm")
 def test_a_method_that_keeps_one_seed_of_three_is_worse_and_not_left_out() -> None:
     """Its rate was chosen on held-out data, by the seed that it keeps."""
     made = compared("Birder", [90.0, None, None], [90.0, 90.4, 89.6])
