@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,6 +347,15 @@ def test_whom_the_others_miss(tmp_path: Path) -> None:
     two = {0: [{"rank": 1, "node": 1, "state": cut}]}
     assert explain(two).startswith("nodes 0 and 1 cannot reach each other")
     assert explain({0: found("me", ok, ok, ok, ok, ok)}) == "rank 0 on node 0: PeerLost: rank 2 has not answered"
+
+
+@pytest.mark.parametrize("code", [1, -signal.SIGKILL])
+def test_a_node_that_ends_by_a_signal_has_failed_as_one_with_an_exit_code(code: int) -> None:
+    """While others run, and when they have ended well."""
+    polls = iter(range(3))  # without end else
+    for other in (None, 0):
+        nodes: Any = [SimpleNamespace(poll=lambda c=c: c) for c in (other, int(code))]
+        assert process.wait_for_first_failure(nodes, poll_s=0.0, each_poll=lambda: next(polls) and None) == 1
 
 
 def test_torchrun_that_starts_no_rank(tmp_path: Path) -> None:
