@@ -150,6 +150,23 @@ def test_a_rate_is_chosen_by_the_seed_that_all_were_tried_with_also_if_its_other
     assert accuracy.choosers(table.by_label["Birder"]) == [first, other]
 
 
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_a_seed_that_ends_without_a_finite_metric_is_lost_as_one_that_diverged(value: float | None) -> None:
+    """Its rate was chosen on held-out data, by the first seed, which is there."""
+
+    def kept(r: ResultRecord) -> ResultRecord:
+        return replace(r, metric={**r.metric, "all": {**r.metric["all"], "held_out": 80.0}})
+
+    base, mine = map(kept, BASE), runs("Birder", 0.003, 90.1, 90.2, 90.1, 90.2)
+    *others, last = map(kept, mine)
+    table = [*base, *others]
+    ended = replace(last, metric={**last.metric, "value": value})
+    assert ended.status == "completed"
+    assert verdicts(only([*table, ended]))["Birder"] == (0.003, "worse")
+    assert verdicts(only([*table, last]))["Birder"] == (0.003, "parity")
+    assert verdicts(only([*table, broken_off(last)]))["Birder"] == (0.003, "parity")
+
+
 def test_another_batch_is_another_table_also_where_it_is_accumulated() -> None:
     mine = [*BASE, *runs("Birder", 0.003, 90.1, 90.2, 90.1)]
     twice = [
