@@ -211,7 +211,7 @@ def test_gpt2_bad_input(tmp_path: Path) -> None:
     for options, words in (
         ({"preset": "xl"}, "medium, small, mini, micro, tiny"),
         ({"seq_len": 2000}, "1024 positions"),
-        ({"seq_len": 4}, "too short"),
+        ({"seq_len": 4}, "seq_len=4"),
         ({"init": "zero"}, "pretrained or random"),
         ({"vocab_size": 100}, "vocab_size=100"),
         ({"valid_fraction": 0.0}, "valid_fraction"),
