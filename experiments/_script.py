@@ -42,6 +42,11 @@ def say_what_is_missing(kind, error, trace):  # type: ignore[no-untyped-def]
     if not issubclass(kind, ModuleNotFoundError) or not package or package in OURS:
         sys.__excepthook__(kind, error, trace)
         return
+    lacks(package)
+
+
+def lacks(package):  # type: ignore[no-untyped-def]
+    """Ends the program with one line: what to do where a package is not installed. Examples call it too."""
     say(
         f"error: {sys.executable} has no package '{package}': run `make setup` in {ROOT}, then use .venv/bin/python "
         "instead of python",

@@ -152,6 +152,7 @@ def _misses(checks: Iterable[arithmetic.Check]) -> list[float]:
 OTHERS: dict[str, Any] = {
     **{f.__name__: f for f in (number, times, percent, size, minutes)},
     "shown": speedup_table.as_table,
+    "versus": captions.versus,
     "compression": captions.compression,
     # By what percentage a dense row of these tables misses arithmetic at most; the same of each dense cell of a suite.
     "off_arithmetic": lambda tables: number(max(_misses(c for t in tables for c in arithmetic.of_runs(t.records)))),

@@ -303,7 +303,7 @@ def _by_bytes(axes: Axes, panel: Panel) -> list[Annotation]:
     axes.set_xlabel("bytes per parameter and step")
     axes.xaxis.set_tick_params(labelbottom=True)
     axes.set_ylabel(panel.axis)
-    axes.set_title(textwrap.fill(f"{panel.title}; to {panel.baseline}", 40), loc="left", fontsize=8)
+    axes.set_title(textwrap.fill(f"{panel.title}; to {panel.baseline}", 36), loc="left", fontsize=8)
     return list(names)
 
 

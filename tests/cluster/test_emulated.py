@@ -127,15 +127,14 @@ def test_dry_run_shows_every_command(tmp_path: Path, possible: None, capsys: Cap
 
 def test_control_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
-    monkeypatch.setattr(network, "cut", lambda node: done.append(("cut", node)))
-    monkeypatch.setattr(network, "mend", lambda node: done.append(("mend", node)))
+    monkeypatch.setattr(network, "set_cable", lambda node, state: done.append((state, node)))
     control = inside.Control(tmp_path, nodes=3, link={})
     control.poll()
     for text in ("cut 2\nmen", "d 2\ncut 3\n", "drop table\n"):
         with open(tmp_path / inside.CONTROL, "a") as file:
             file.write(text)
         control.poll()
-    assert done == [("cut", 2), ("mend", 2)]
+    assert done == [("down", 2), ("up", 2)]
     assert (tmp_path / inside.CONTROL_DONE).read_text() == "cut 2\nmend 2\ncut 3: unknown\ndrop table: unknown\n"
 
 

@@ -355,7 +355,7 @@ def test_a_node_that_ends_by_a_signal_has_failed_as_one_with_an_exit_code(code: 
     polls = iter(range(3))  # without end else
     for other in (None, 0):
         nodes: Any = [SimpleNamespace(poll=lambda c=c: c) for c in (other, int(code))]
-        assert process.wait_for_first_failure(nodes, poll_s=0.0, each_poll=lambda: next(polls) and None) == 1
+        assert process.wait_for_first_failure(nodes, each_poll=lambda: next(polls) and None) == 1
 
 
 def test_torchrun_that_starts_no_rank(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def test_a_disk_that_fills_ends_a_run_that_says_how_it_is_resumed(
 
     Path("outputs/digits/mine/checkpoints/step-00000003").mkdir(parents=True)
     monkeypatch.setattr(LocalLauncher, "launch", ends)
-    assert typed(monkeypatch, "+exp=digits", "run_name=mine") == 2
+    assert typed(monkeypatch, "+exp=digits", "run_name=mine", "resume=auto") == 2
     shown = capsys.readouterr()
     assert shown.err == "error: No space left on device; free space\n"
     assert ("a checkpoint of step 7 is saved; to resume:" in shown.out) is bool(step)
