@@ -6,7 +6,10 @@ pay.js says what `answered.sentences` says, from the numbers here: its rule is t
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 from birder.predict import DEFAULT, METHODS, Cluster, Link, Timeline, gpus
@@ -22,6 +25,8 @@ from experiments.report.prediction import LATENCY_US
 CURVES = ("bf16", "birder", "birder_hierarchical", "none")
 """Curves that are drawn before any is chosen."""
 PRECISION = "bf16"
+FEW = 16
+"""So few GPUs of models are not worth the start of processes."""
 COMPRESSED = tuple(m for m in DEFAULT if not (METHODS[m].dense or METHODS[m].local))
 """Those that can be advised."""
 
@@ -66,10 +71,14 @@ def data(choice: Choice = Choice(), studies: answered.Studies = ()) -> dict[str,
     then the high one; None for what needs several GPUs a node.
     gb[model][batch][ranks][nodes]: of each method, what a rank keeps; then with bf16 under HSDP, and FSDP.
     """
-    cells, gb, first = [], [], gpus.find(choice.gpus[0])
-    for model in choice.models:
-        works = [architectures.work(Asked(model.name, batch, PRECISION, model.seq)) for batch in model.batches]
-        cells.append([[_of(work, gpus.find(name), choice) for name in choice.gpus] for work in works])
+    works_of = [
+        [architectures.work(Asked(model.name, batch, PRECISION, model.seq)) for batch in model.batches]
+        for model in choice.models
+    ]
+    found = iter(_each(list(itertools.chain(*works_of)), choice))
+    cells = [[[next(found) for _ in choice.gpus] for _ in works] for works in works_of]
+    gb, first = [], gpus.find(choice.gpus[0])
+    for works in works_of:
         kept = [(work.timeline(first), work.saved_bytes) for work in works]
         gb.append([[[_memory(*of, ranks, nodes) for nodes in choice.nodes] for ranks in choice.ranks] for of in kept])
     every, places, lost = [METHODS[m] for m in DEFAULT], list(range(len(DEFAULT))), answered.lost(studies)
@@ -106,6 +115,16 @@ def data(choice: Choice = Choice(), studies: answered.Studies = ()) -> dict[str,
         "gb": gb,
         "cells": cells,
     }
+
+
+def _each(works: list[Any], choice: Choice) -> list[Any]:
+    """`_of` each of them on every GPU, by all cores: one alone takes some eight minutes. Forked, as a script cannot be
+    imported again."""
+    work, gpu = zip(*itertools.product(works, map(gpus.find, choice.gpus)), strict=True)
+    if len(work) < FEW:
+        return list(map(_of, work, gpu, itertools.repeat(choice)))
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+        return list(pool.map(_of, work, gpu, itertools.repeat(choice)))
 
 
 def _of(work: Any, gpu: gpus.GPU, choice: Choice) -> list[Any]:
