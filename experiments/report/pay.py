@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
+from rich.console import Console
+from rich.progress import track
+
 from birder.predict import DEFAULT, METHODS, Cluster, Link, Timeline, gpus
 from birder.predict.answers import FAR, Answer, answer
 from birder.predict.layouts import DDP, TrainingPlan
@@ -124,7 +127,9 @@ def _each(works: list[Any], choice: Choice) -> list[Any]:
     if len(work) < FEW:
         return list(map(_of, work, gpu, itertools.repeat(choice)))
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
-        return list(pool.map(_of, work, gpu, itertools.repeat(choice)))
+        found, console = pool.map(_of, work, gpu, itertools.repeat(choice)), Console(stderr=True)
+        shown = console.is_terminal
+        return list(track(found, "predictions", len(work), console=console, transient=True, disable=not shown))
 
 
 def _of(work: Any, gpu: gpus.GPU, choice: Choice) -> list[Any]:
