@@ -36,6 +36,7 @@ from experiments.runs.tracked_comparison import TrackedComparison
 from experiments.timing import calibrate, plan
 from launch.errors import UserError
 from launch.failure import RunFailed
+from launch.spec import RunSpec
 from launch.words import say, there_are
 
 BY_NODES = "comm.topology=hierarchical"
@@ -95,9 +96,9 @@ def compare(
     apart = plan.reason_not_interleaved([compose.resolve(variant) for variant in chosen], workloads[0].synthetic)
     start.check_results(first)
     say(start.headline(chosen[0], workloads[0]))
-    group, run_name = compose.new_name(first["exp"]), base.config.run_name
-    if apart is None:
-        plan.make(chosen, group, run_name=run_name)  # whether that can be is known now, before a tracker has begun
+    group = compose.new_name(first["exp"])
+    # Made before a tracker begins: it may be refused.
+    world = plan.make(chosen, group, run_name=base.config.run_name) if apart is None else None
     dry_run, waits = first["cluster"]["dry_run"], first["cluster"].get("wait", True)
     with contextlib.ExitStack() as until_the_end:
 
@@ -105,7 +106,7 @@ def compare(
             return until_the_end.enter_context(TrackedComparison(chosen, group))
 
         comparison_run = tracked() if apart is None and waits and not dry_run else None
-        status, failed = in_turns(chosen, group, run_name) if apart is None else _one_by_one(chosen, group)
+        status, failed = in_turns(chosen, group, world) if apart is None else _one_by_one(chosen, group)
         if not waits:
             say("`make tables` prints the table once these jobs have ended; no tracker records it.")
         elif failed < len(chosen) and not dry_run:
@@ -140,15 +141,15 @@ def _one_by_one(chosen: list[Composed], group: str) -> tuple[int, int]:
     return status, failed
 
 
-def in_turns(chosen: list[Composed], group: str, run_name: str | None = None) -> tuple[int, int]:
+def in_turns(chosen: list[Composed], group: str, world: RunSpec | None = None) -> tuple[int, int]:
     """All in one world. Where a method breaks it, the others go on in another one. Returns as `_one_by_one`.
 
-    run_name: as in `plan.make`.
+    world: the first one; None: it is made here.
     """
     left, failed, status, attempt = chosen, 0, 0, 0
     while left:
         attempt += 1
-        spec = plan.make(left, group, attempt, run_name)
+        spec = world if world is not None and attempt == 1 else plan.make(left, group, attempt)
         try:
             plan.launcher(spec.config).launch(spec)
         except RunFailed as error:

@@ -73,23 +73,24 @@ class Link:
 
     def ring(self, sent: float, hops: int) -> Transfer:
         """`sent` bytes in a ring of `hops` messages after one another."""
-        return Transfer(self._wire(sent) + hops * self.latency_us / 1e3, 0.0, sent) if sent and hops else NOTHING
+        return Transfer(self.wire_ms(sent) + hops * self.latency_us / 1e3, 0.0, sent) if sent and hops else NOTHING
 
     def exchange(self, sent: float, messages: int, peers: int) -> Transfer:
         """`sent` bytes in `messages` at the same time, to `peers` other NICs."""
         if not sent or not peers:
             return NOTHING
-        wire = self._wire(sent)
+        wire = self.wire_ms(sent)
         behind = math.sqrt(2 * math.log(peers) * self.unfair_ms * wire)
         return Transfer(wire, behind + (self.latency_us + messages * self.message_us) / 1e3, sent)
 
-    def _wire(self, nbytes: float) -> float:
+    def wire_ms(self, nbytes: float) -> float:
+        """How long so many bytes take, without waiting."""
         return nbytes * 8 / (self.gbps * 1e6)
 
     @property
     def burst_ms(self) -> float:
         """`burst_bytes` in ms of the link's rate."""
-        return self._wire(self.burst_bytes)
+        return self.wire_ms(self.burst_bytes)
 
 
 NVLINK = Link(1840.0, 5.0, source="230 GB/s of bus bandwidth, 8 A100 on NVSwitch: an assumption")
@@ -189,8 +190,7 @@ class Cluster:
         if times == 2:
             hops.append((math.ceil(math.log2(nodes)), around // nodes - 1))
         waits = [times * (slow * link.latency_us + fast * self.inside.latency_us) / 1e3 for slow, fast in hops]
-        wire = link.ring(sent, 1)
-        return replace(wire, ms=wire.ms - link.latency_us / 1e3 + min(waits))
+        return Transfer(link.wire_ms(sent) + min(waits), 0.0, sent)
 
     def sharded(self, nbytes: float) -> Transfer:
         """A reduce-scatter or an all-gather over all ranks, as FSDP's: half of (1), a ring."""

@@ -31,7 +31,7 @@ from experiments.report.accuracy import HELD_OUT
 from experiments.report.comparison import counts
 from experiments.runs import command, start
 from launch import hosts, lock
-from launch.errors import UserError
+from launch.errors import UserError, refused
 from launch.failure import RunFailed
 from launch.process import Stopped
 from launch.slurm import job as slurm_job
@@ -111,10 +111,8 @@ def jobs(composed: Sequence[Composed]) -> list[str]:
             spec = RunSpec.load(script.with_name("spec.yaml"))
             parts = spec.config.get("variants") or [{"overrides": spec.overrides}]
             found += [spec.id] * any(asked(part["overrides"]) in names for part in parts)
-    try:
+    with refused("SLURM does not answer", slurm_job.NoController):
         return slurm_job.under_way(found)
-    except slurm_job.NoController as error:
-        raise UserError(f"SLURM does not answer: {error}") from error
 
 
 # ---- how a run ended --------------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ def test_a_second_trainer_begins_with_the_mean_of_models_that_differ(trained: Fo
 
 
 def test_the_trainer_accumulates_over_the_end_of_a_dataset_without_length(trained: Found) -> None:
-    """Its last batches were sent without a step, and the next pass ended with what a second backward pass is told."""
+    """Its last batches were sent without a step, and the next pass was refused as a second backward pass."""
     first, second = (mine["no length"] for mine in trained)
     assert first[:2] == second[:2] == ("", 4)
     assert np.array_equal(first[2], second[2])

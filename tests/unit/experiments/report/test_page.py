@@ -163,10 +163,10 @@ def test_the_grid_says_what_the_command_line_says(content: dict[str, Any], capsy
     said = " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
     assert said == grid["answers"][m][n][g]
     entry.main([f"timeline={name}", *there, "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["pays"]
-    assert DEFAULT[grid["wins"][m][n][g]] == told["best"]
-    ms = {row["method"]: row["ms"] for row in told["rows"]}
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["pays"]
+    assert DEFAULT[grid["wins"][m][n][g]] == answer["best"]
+    ms = {row["method"]: row["ms"] for row in answer["rows"]}
     assert dict(zip(DEFAULT, grid["ms"][m][n][g], strict=True)) == {
         k: pytest.approx(v, abs=1e-3) for k, v in ms.items()
     }
