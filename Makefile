@@ -84,7 +84,7 @@ predict: $(READY)  ## try: will it pay? MODEL=hf:gpt2 GPU=h100 BATCH=8 NODES=4 G
 tables: $(READY)  ## reproduce: tables, plots and pages again, from the records
 	@$(BIN)/python experiments/tables.py
 
-page: $(READY)  ## try: all results as one page for a browser (some minutes on all cores)
+page: $(READY)  ## try: all results as one page for a browser (some minutes)
 	@$(BIN)/python experiments/page.py
 
 publish: $(READY)  ## develop: a group of runs to results/published: GROUP=NAME
