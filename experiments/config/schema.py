@@ -68,7 +68,7 @@ class Train(Section):
         "of forward and backward: tf32 on GPUs; bf16, fp16: autocast, fp16 with a GradScaler"
     )
     bf16_matmul: Literal["native", "fp32"] = doc(
-        "kernels for products of bf16 matrices: fp32, rounded to bf16, is faster on a CPU without instructions for bf16"
+        "kernels for products and convolutions of bf16: fp32, then rounded, is faster on a CPU without instructions for bf16"
     )
     max_grad_norm: Positive | None = doc("gradients are clipped to this global norm")
     lr_batch: Literal["total", "per_gpu"] = doc("the batch in a rule such as lr = 0.1 * batch / 256")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.config import compose
 from experiments.records import record
-from experiments.training.products import PRODUCTS, check_device, products_of
+from experiments.training.products import PRODUCTS, check_device, products_of, slow
 from experiments.training.world import world
 from launch.errors import UserError
 from tests.helpers.ranks import fresh_world
@@ -38,6 +39,20 @@ class Watched(TorchDispatchMode):
         if func in PRODUCTS:
             self.seen.add(args[0].dtype)
         return func(*args, **(kwargs or {}))
+
+
+def convolved(how: str) -> list[torch.Tensor]:
+    """The output of a convolution under autocast, and its gradients: with a bias, and with none and gaps between its taps."""
+    torch.manual_seed(2)
+    first, second = torch.nn.Conv2d(8, 12, 3, padding=1), torch.nn.Conv2d(12, 6, 3, stride=2, dilation=2, bias=False)
+    x = torch.randn(4, 8, 14, 14, requires_grad=True)
+    with products_of({"bf16_matmul": how}):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = second(torch.relu(first(x)))
+        y.float().square().sum().backward()
+    assert y.dtype is torch.bfloat16
+    grads = [one.grad for one in (x, first.weight, first.bias, second.weight)]
+    return [y.detach(), *(grad for grad in grads if grad is not None)]
 
 
 def learned(how: str) -> list[torch.Tensor]:
@@ -68,14 +83,17 @@ def test_a_product_is_the_rounded_one_of_fp32() -> None:
     assert torch.equal(got[0], exact[0].bfloat16())
 
 
-def test_forward_and_backward_take_the_detour_and_agree_with_native_ones() -> None:
+@pytest.mark.parametrize(("of", "tensors"), [(learned, 4), (convolved, 5)])
+def test_forward_and_backward_take_the_detour_and_agree_with_native_ones(
+    of: Callable[[str], list[torch.Tensor]], tensors: int
+) -> None:
     with Watched() as watched:
-        native = learned("native")
+        native = of("native")
     assert watched.seen == {torch.bfloat16}
     with Watched() as watched:
-        ours = learned("fp32")
+        ours = of("fp32")
     assert watched.seen == {torch.float32}
-    assert len(native) == 4
+    assert len(native) == tensors
     for theirs, mine in zip(native, ours, strict=True):
         scale = theirs.float().abs().max()
         assert (theirs.float() - mine.float()).abs().max() < 2**-6 * scale  # a few roundings one after the other
@@ -123,6 +141,16 @@ def test_where_they_make_no_sense_is_said() -> None:
         check_device({"bf16_matmul": "fp32"}, gpu)
     check_device({"bf16_matmul": "native"}, gpu)
     check_device({"bf16_matmul": "fp32"}, torch.device("cpu"))
+
+
+def test_a_cpu_that_is_slow_in_bf16_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu, native = torch.device("cpu"), torch.device("cuda:0"), {"precision": "bf16", "bf16_matmul": "native"}
+    for fast in (False, True):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda fast=fast: fast)
+        assert slow(native, cpu) is not fast
+        assert not slow(native, gpu)
+        assert not slow(native | {"bf16_matmul": "fp32"}, cpu)
+        assert not slow(native | {"precision": "fp32"}, cpu)
 
 
 def test_a_gpu_is_told_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
