@@ -30,6 +30,7 @@ from birder.hooks.attachment import (
 from birder.hooks.bucket_hook import bucket_hook
 from birder.hooks.other_optimizers import watch
 from birder.optim.base import WIRES, BucketOptimizer, Plan
+from birder.optim.checks import require_flag
 from birder.optim.guards import BACKWARD, READY, say
 
 
@@ -215,11 +216,14 @@ def attach(
     Raises TypeError for a model or optimizer of another kind.
 
     Raises ValueError for parameters that the model does not have, for a mesh of other ranks, and for nodes of unequal size.
+    For a flag that is not True or False too: "no" would count as True.
     Also if two arguments say which ranks share a node, or if `hierarchical` is set and nothing says it.
 
     Raises RuntimeError if ranks disagree on parameters, hyper-parameters or completed steps. Also if DDP gives hooks no
     buckets (compiled autograd) or has another hook.
     """
+    for name, flag in {"hierarchical": hierarchical, "overlap": overlap, "communicate": communicate}.items():
+        require_flag(name, flag)
     model, optimizer = unwrap_model(model), unwrap_method(optimizer)
     if mesh is not None and (hierarchical or communicator is not None):
         raise ValueError("mesh= says which ranks are one worker: leave out hierarchical and communicator")

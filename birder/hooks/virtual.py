@@ -22,6 +22,7 @@ from birder.comm.virtual import communicators, links, ring_sum
 from birder.hooks.attachment import done, mark_overflow, odd_ranks
 from birder.hooks.bucket_hook import bucket_hook
 from birder.optim.base import WIRES, BucketOptimizer, Plan
+from birder.optim.checks import require_flag
 
 
 class TotalCounter(ByteCounter):
@@ -76,6 +77,8 @@ class VirtualRanks:
         unit_mb: float = 25.0,
         seeds: Sequence[int] | None = None,
     ) -> None:
+        for name, flag in {"hierarchical": hierarchical, "overlap": overlap}.items():
+            require_flag(name, flag)
         self.size, self.model, self.optimizers = topology.world_size, model, list(optimizers)
         if dist.get_world_size(model.process_group) != 1:
             raise ValueError("virtual ranks are one process: the model's process group must be of this process alone")

@@ -166,6 +166,9 @@ def test_ranks_that_disagree_are_named(what):
 def test_attach_refuses_what_it_cannot_serve():
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         attach(toy.make(), Birder(toy.make().parameters()))
+    for flag in ("hierarchical", "overlap", "communicate"):  # any word counts as True
+        with pytest.raises(ValueError, match=f"{flag} must be True or False, got 'no'"):
+            attach(toy.make(), Birder(toy.make().parameters()), **{flag: "no"})  # type: ignore[arg-type]
 
 
 def foreign(rank: int, world: int) -> list[str]:

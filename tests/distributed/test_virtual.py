@@ -308,6 +308,7 @@ def misused(rank: int, world: int) -> dict[str, str]:
     tried("seed", usual, {**usual, "seed": 1})
     tried("a schedule of one", usual, usual, later=0.005)
     tried("seeds", usual, usual, seeds=[1])
+    tried("a flag", usual, usual, overlap="no")
     tried("one rank's turn", usual, usual, turns=(0,))
     tried("another order", usual, usual, turns=(1, 0))
     tried("no such rank", usual, usual, turns=(0, -1))
@@ -358,6 +359,7 @@ def test_virtual_ranks_that_real_ones_would_refuse_are_refused() -> None:
         "seed": r"ranks \[1\] differ",
         "a schedule of one": r"ranks \[1\] differ",
         "seeds": "2 ranks need as many seeds, got 1",
+        "a flag": "overlap must be True or False",
         "one rank's turn": r"turns of \[0\]",
         "another order": r"turns of \[0\]",
         "no such rank": r"in \[0, 2\), got -1",
