@@ -154,7 +154,7 @@ class OneBitMethod(OneBitMean):
     def support(self, unit: Unit) -> Support:
         known = self._support.get(unit.index)
         found = super().support(unit)
-        if found is not known and not self._sharded:
+        if found is not known:
             self._with_variance.pop(unit.index, None)
         return found
 
@@ -209,9 +209,9 @@ class OneBitMethod(OneBitMean):
 
     def before_update(self, step: int) -> Requests[None]:
         """The same over shards: one alone may have no variance where others have, as of an embedding with rows not yet seen.
-        Once, in the first step after the warm-up or after the state was loaded.
+        Once, in the first step after the warm-up or after the state was loaded, and where a script has changed it.
         """
-        if step <= self.warmup_steps or not self._sharded or not self.units or self._with_variance:
+        if step <= self.warmup_steps or not self._sharded or len(self._with_variance) == len(self.units):
             return
         views = [view for unit in self.units for view in unit.views(unit.state["v"])]
         largest = yield from maxima(self.comm, views)

@@ -18,6 +18,7 @@ from birder import attach
 from tests.helpers import toy
 from tests.helpers.hsdp import full, hsdp, make_mesh, shard, train
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import slow
 
 WORLD = 4
 """Two replicas of two shards."""
@@ -78,6 +79,25 @@ def test_a_layer_first_used_after_the_warm_up_is_refused_as_under_ddp(method: st
         assert result["True"].startswith("late.")
         assert "its variance is 0, so it would never move" in result["True"]
         assert result["True steps"] == 2
+
+
+def variance_set_to_0(rank: int, world: int, method: str) -> list[str]:
+    """What is said once a script has set the variance of a part of a layer to 0, and of all of it."""
+    model, optimizer, _ = hsdp("toy", make_mesh(1, world), method, {"lr": 0.01, "warmup_steps": 2})
+    train(model, optimizer, toy.loss, rank, range(1, 4))
+    variance, found = optimizer.state[model.second.weight]["v"], []  # type: ignore[index]
+    for part in (variance[rank:1], variance):
+        part.zero_()
+        found.append(said(train, model, optimizer, toy.loss, rank, range(4, 6)))
+    return found
+
+
+@pytest.mark.parametrize("method", ["OneBitAdam", slow("OneBitLAMB")])
+def test_a_frozen_variance_that_is_set_to_0_is_refused_as_under_ddp(method: str) -> None:
+    for part, whole in run_ranks(variance_set_to_0, 2, method):
+        assert part == "ok"
+        assert "second.weight had no gradient" in whole
+        assert "its variance is 0, so it would never move" in whole
 
 
 def spread(model: nn.Module) -> float:
