@@ -258,7 +258,13 @@ def agree(
     size = dist.get_world_size(group)
     assumed = given or Topology(1, size)
     mine = said(os.environ, dist.get_rank(), dist.get_world_size(), given is not None, hier)
-    rows = gather_numbers(group, [*mine, optimizer.digest(assumed, hier, *how)], device)
+    try:
+        rows = gather_numbers(group, [*mine, optimizer.digest(assumed, hier, *how)], device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "attach waits for all ranks, and one has failed or has not called it: call it on every rank, not on rank 0 alone "
+            f"({str(error).splitlines()[0]})"
+        ) from error
     everyone = [Said(*numbers) for *numbers, _ in rows]
     topology = assumed if any(one.given for one in everyone) else decided(everyone, dist.get_process_group_ranks(group))
     if odd := odd_ranks([digest for *_, digest in rows]):

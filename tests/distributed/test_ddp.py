@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -182,6 +183,9 @@ def foreign(rank: int, world: int) -> list[str]:
             said.append(str(e))
     with pytest.raises(TypeError, match=r"birder\.Topology"):
         attach(ddp, Birder(model.parameters()), topology=(1, 1))  # type: ignore[arg-type]
+    late = mock.patch("birder.hooks.attachment.gather_numbers", side_effect=RuntimeError("Timed out"))
+    with late, pytest.raises(RuntimeError, match=r"call it on every rank, not on rank 0 alone \(Timed out\)"):
+        attach(ddp, Birder(model.parameters()))
     ddp.mixed_precision = object()  # what it makes of this needs a GPU
     with pytest.raises(RuntimeError, match=r"torch\.autocast"):
         attach(ddp, Birder(model.parameters()))
