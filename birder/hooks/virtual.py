@@ -97,15 +97,19 @@ class VirtualRanks:
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._place: dict[Tensor, int] = {p: i for i, p in enumerate(self._params)}
         self._equal = self.size // len(self._bound)  # ranks that one optimizer stands for
-        self._values = [[p.detach().clone() for p in self._params] for _ in self._bound] * self._equal
+        own = [p.detach() for p in self._params]
+        # In its strides, gaps too: DDP looks by them for the gradients in its buckets.
+        self._values = [
+            [p.new_empty_strided(p.shape, p.stride()).copy_(p) for p in own] for _ in self._bound
+        ] * self._equal
         self._grads: list[list[Tensor | None]] = [[None] * len(self._params) for _ in range(self.size)]
         self._buffers = list(model.buffers())
         self._start = [b.detach().clone() for b in self._buffers]
         self._first: list[Tensor] = []
         self._buckets: list[list[Tensor]] = []
-        # Memory that is kept from step to step: new pages cost more than what is written into them. In the parameter's
-        # strides, as real gradients are: norms are added up, and matrices multiplied, in the order of memory.
-        self._rooms = [[torch.empty_like(p) for p in self._params] for _ in range(self.size)]
+        # Memory that is kept from step to step: new pages cost more than what is written into them. In the strides of real
+        # gradients: norms are added up, and matrices multiplied, in the order of memory.
+        self._rooms = [[_in_bucket(p.new_empty(p.numel()), p) for p in self._params] for _ in range(self.size)]
         self._scratch: Tensor | None = None
         self._here = 0
         self._turned: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import birder
@@ -348,6 +349,31 @@ def twice(rank: int, world: int) -> float:
 
 def test_two_passes_of_a_turn_are_averaged_once() -> None:
     assert run_ranks(twice, 1)[0] < 1e-6
+
+
+def gaps(rank: int, world: int) -> float:
+    """How far virtual ranks are from torch's step by the mean gradient, where a weight is a part of a transposed tensor."""
+    torch.manual_seed(3)
+    model = nn.Linear(24, 20, bias=False)
+    model.weight = nn.Parameter(torch.randn(24, 37).t()[:20])
+    alone, x = copy.deepcopy(model), torch.randn(2, 7, 24)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    optimizers = [birder.SGDM(model.parameters(), lr=0.1) for _ in range(2)]
+    ranks = VirtualRanks(DistributedDataParallel(model), optimizers, topology=Topology(2, 1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        alone(x).square().mean().backward()
+        optimizer.step()
+        for turn in range(2):
+            with ranks.turn(turn):
+                ranks.model(x[turn]).square().mean().backward()
+        ranks.step()
+    return float((model.weight - alone.weight).abs().max())
+
+
+def test_a_weight_with_gaps_in_its_memory_gets_its_own_gradient() -> None:
+    """DDP took its elements for others'."""
+    assert run_ranks(gaps, 1)[0] < 1e-6  # means in another order
 
 
 def test_virtual_ranks_that_real_ones_would_refuse_are_refused() -> None:
