@@ -25,6 +25,7 @@ from transformers import Trainer
 
 from birder.hooks.attachment import unwrap_method, unwrap_model, unwrap_optimizer
 from birder.hooks.ddp import attached
+from birder.hooks.other_optimizers import open_attachments
 from birder.integrations import every_rank
 from birder.integrations.accelerate import EveryRank, attach
 from birder.optim.base import BucketOptimizer
@@ -80,6 +81,11 @@ class BirderTrainerMixin(_Trainer):
             limit = self.args.max_grad_norm
             if limit and every_rank.clips_in_vain(method, self.attach_options.get("overlap", True)):
                 raise ValueError(f"TrainingArguments(max_grad_norm={limit}): {every_rank.no_clipping(method, limit)}")
+            if self.accelerator.num_processes > 1 and not models:  # `train` was called again, with another optimizer
+                every_rank.make_equal(model.parameters())
+                for earlier in open_attachments():
+                    if any(earlier.optimizer.holds(p) for group in method.param_groups for p in group["params"]):
+                        earlier.close()
             attach(self.accelerator, model, optimizer, **self.attach_options)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -105,8 +105,9 @@ def without_length(hf: Any, folder: Path) -> tuple[str, int, np.ndarray]:
     return said(trainer.train), unwrap_optimizer(trainer.optimizer).steps, toy.flat(trainer.model).numpy()
 
 
-def two_stages(hf: Any, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """A model after it was trained with local steps, and with what another trainer of it begins."""
+def two_stages(hf: Any, folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A model after it was trained with local steps, and with what another trainer of it begins; then that one's second
+    optimizer."""
     from transformers import TrainerCallback
 
     kind, options = METHODS["CSER"]
@@ -122,7 +123,9 @@ def two_stages(hf: Any, folder: Path) -> tuple[np.ndarray, np.ndarray]:
     second.model = second.model_wrapped = first.model
     second.add_callback(Look())
     second.train()
-    return own, begun[0]
+    second.optimizer = None
+    second.train()
+    return own, begun[0], begun[1]
 
 
 def of_model(model: torch.nn.Module, lr: float) -> birder.Birder:
@@ -196,10 +199,17 @@ def test_the_trainer_takes_what_makes_an_optimizer_of_a_model(trained: Found) ->
 
 
 def test_a_second_trainer_begins_with_the_mean_of_models_that_differ(trained: Found) -> None:
-    (mine, first), (theirs, second) = (found["stages"] for found in trained)
+    (mine, first, _), (theirs, second, _) = (found["stages"] for found in trained)
     assert not np.array_equal(mine, theirs)
     assert np.array_equal(first, second)
     assert np.abs(first - (mine.astype(np.float64) + theirs) / 2).max() < ROUNDING
+
+
+def test_a_second_optimizer_of_a_trainer_begins_with_the_mean_too(trained: Found) -> None:
+    """It was refused, as the first was attached still."""
+    (_, begun, first), (_, _, second) = (found["stages"] for found in trained)
+    assert np.array_equal(first, second)
+    assert not np.array_equal(first, begun)
 
 
 def test_the_trainer_accumulates_over_the_end_of_a_dataset_without_length(trained: Found) -> None:
