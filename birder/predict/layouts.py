@@ -14,10 +14,14 @@ FSDP's collectives overlap computing, the next layer's while this one computes. 
     (2) forward  = max(forward, gather)          gather: of all parameters in 16 bits (or the precision's 4 bytes)
     (3) backward = max(backward, gather + scatter)
 
-over the links inside the node, or for fsdp over the NIC. What a rank keeps in memory, d parameters that are trained, frozen
-ones of f bytes, s shards:
+over the links inside the node, or for fsdp over the NIC. FSDP gathers in every micro-batch. fsdp scatters in every one, as
+in a plain loop; hsdp in the last one alone (`set_requires_gradient_sync(False)` until then), which a method that sends
+during backward needs and Accelerate does. What a rank keeps in memory, d parameters that are trained, frozen ones of f
+bytes, s shards:
 
     (4) ((4 + 4 + state) d + f)/s + 2 bytes a parameter in 16 bits [with shards of two layers] + activations + `CONTEXT_GB`
+
+with 4 d for 4 d/s where HSDP keeps whole gradients until the last micro-batch.
 
 Gradients and DDP's buckets are taken to be the same tensors (`gradient_as_bucket_view=True`). An optimizer of this package
 gathers them once more, in its units, and keeps `HELD` d/s bytes in all to send them.
@@ -83,7 +87,8 @@ class TrainingPlan:
         longer = max(forward, gather) / forward
         slower = max(backward, gather + scatter) / backward if backward else 1.0
         one = forward * longer + backward * slower
-        before = (self.accumulation - 1) * one
+        earlier = forward * longer + max(backward, gather) if self.sharding == "hsdp" else one
+        before = (self.accumulation - 1) * earlier
 
         def moved(ms: float) -> float:
             return before + forward * longer + max(0.0, ms - forward) * slower
@@ -134,7 +139,8 @@ class TrainingPlan:
         if shards > 1:
             whole = (half or 4.0) * LAYERS_AT_ONCE * max(*(g.numel for g in t.gradients), *t.frozen, 0)
         held = 0.0 if method.hooked else HELD
-        kept = ((8 + held) / shards + self.state(method, cluster)) * t.elements + frozen / shards
+        gradient = 4 if self.sharding == "hsdp" and self.accumulation > 1 else 4 / shards
+        kept = ((4 + held) / shards + gradient + self.state(method, cluster)) * t.elements + frozen / shards
         return (kept + whole + saved_bytes) / 1e9 + CONTEXT_GB
 
     def state(self, method: MethodSpec, cluster: Cluster) -> float:

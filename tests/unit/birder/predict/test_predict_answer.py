@@ -233,6 +233,18 @@ def test_fsdp_gathers_and_scatters_in_every_micro_batch() -> None:
     assert four.nic_bytes == 4 * one.nic_bytes
 
 
+def test_hsdp_gathers_in_every_micro_batch_and_scatters_in_the_last() -> None:
+    """It scattered in all of them, and kept its gradients in shards: what is sent during backward is sent once, and until
+    then FSDP keeps them whole (`set_requires_gradient_sync(False)`)."""
+    cluster, names = Cluster.of_gpus(4, 8, Link(1e6), Link(20.0)), ["fp32", "none"]
+    one, four = (predict(timeline(), cluster, names, Costs(), plan=TrainingPlan("hsdp", n)) for n in (1, 4))
+    gather = cluster.inside_ms(2.0 * one.timeline.elements)  # longer than computing
+    assert four["fp32"].ms - one["fp32"].ms == pytest.approx(3 * 2 * gather)
+    assert four["fp32"].step.nic_bytes == one["fp32"].step.nic_bytes
+    shards, whole = (TrainingPlan("hsdp", n).memory_gb(timeline(), cluster, METHODS["bf16"], 1e9) for n in (1, 4))
+    assert whole - shards == pytest.approx(4 * 0.1 * 7 / 8)
+
+
 def test_fsdp_over_all_ranks_has_nothing_to_compress() -> None:
     slow, fast = ask(10, TrainingPlan("fsdp")), ask(800, TrainingPlan("fsdp"))
     for found in (slow, fast):
