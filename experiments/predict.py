@@ -96,11 +96,13 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class AskedModel:
-    """A model's timeline. gpu: its data sheet, where there is one. saved_bytes: activations, where they were counted."""
+    """A model's timeline. gpu: its data sheet, where there is one. saved_bytes: activations, where they were counted.
+    recompute: checkpointing can still be switched on."""
 
     timeline: Timeline
     gpu: GPU | None = None
     saved_bytes: float | None = None
+    recompute: bool = False
 
     @property
     def unsure(self) -> float:
@@ -161,7 +163,8 @@ def _counted(q: Question) -> AskedModel:
         asked = architectures.Asked(name, q.batch, str(precision), q.seq, q.compiled, again)
         work = architectures.work(asked)
         found = work.timeline(gpu, gpus_per_node=q.cluster.ranks_per_node, optimizer=q.optimizer, faster=q.gpu_rate)
-    return AskedModel(found, gpu, work.saved_bytes)
+    recompute = name.partition(":")[0] in architectures.OF_TRANSFORMERS and q.checkpointing is not True
+    return AskedModel(found, gpu, work.saved_bytes, recompute=recompute)
 
 
 def _same_gpu(recorded: str, asked: str) -> bool:
@@ -258,6 +261,7 @@ def answer(q: Question, options: argparse.Namespace) -> None:
                 unsure=m.unsure,
                 local_steps=q.local_steps,
                 lost=answered.lost(studies),
+                recompute=m.recompute,
             )
             if options.json:
                 print(json.dumps(made.plain() | {"sentences": answered.sentences(made, studies)}, indent=1))

@@ -6,6 +6,7 @@ and slower, of encoding that delays backward, and of the model of communication,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,7 +59,7 @@ class Answer:
     """Predictions as assumed, and with computing so much faster and slower. memory: method -> GB of a rank.
 
     lost: method -> share of the studies of its accuracy in which it was worse than its baseline, less that of those in which
-    it was not; none: not studied.
+    it was not; none: not studied. saved_gb: of `memory`, activations. recompute: checkpointing can still be switched on.
     """
 
     prediction: Prediction
@@ -67,6 +68,8 @@ class Answer:
     gpu: GPU | None
     memory: dict[str, float]
     lost: Mapping[str, float] = field(default_factory=dict)
+    saved_gb: float = 0.0
+    recompute: bool = True
 
     def saving(self, name: str) -> tuple[float, float, float]:
         """(share of the step that a method saves against bf16, low, high)."""
@@ -140,20 +143,41 @@ class Answer:
 
     def smaller(self) -> str:
         """What needs less memory: shards of which a GPU has the room for one, where there can be more of them; fewer
-        activations."""
-        c, fewer = self.prediction.cluster, "take a smaller batch or checkpointing=true."
+        activations, where there is room for any."""
+        c, own = self.prediction.cluster, self.plan.sharding
         inside = ["hsdp"] if min(c.nodes, c.ranks_per_node) > 1 else []
-        wider = {"ddp": [*inside, "fsdp"], "hsdp": ["fsdp"], "fsdp": []}[self.plan.sharding] if c.ranks > 1 else []
-        if not wider:
-            return fewer.capitalize()
+        wider = {"ddp": [*inside, "fsdp"], "hsdp": ["fsdp"], "fsdp": []}[own] if c.ranks > 1 else []
         fitting = next((s for s in wider if self._has_room(s)), None)
-        return f"Shard it (sharding={fitting}), or {fewer}" if fitting else f"Shard it (sharding=fsdp) and {fewer}"
+        chosen = next((s for s in (own, *wider) if self._enough(s)), (own, *wider)[-1])
+        fewer = self._fewer(chosen)
+        if fitting:
+            return f"Shard it (sharding={fitting}){f', or {fewer}' if fewer and chosen == own else ''}."
+        if fewer:
+            return f"{fewer.capitalize()}." if chosen == own else f"Shard it (sharding={chosen}) and {fewer}."
+        more = "more GPUs to shard it over (sharding=fsdp), or " if self._left("fsdp") <= 0 else ""
+        return f"It needs {more}GPUs with more memory."
+
+    def _enough(self, sharding: Any) -> bool:
+        """Whether it has room for one sample's activations; of one sample for half of them: checkpointing keeps less."""
+        return self.saved_gb / max(self.prediction.timeline.batch_per_gpu, 2) <= self._left(sharding)
+
+    def _fewer(self, sharding: Any) -> str:
+        """How it needs fewer activations, where that can make it fit; empty: in no way."""
+        enough, batch = self._enough(sharding), self.prediction.timeline.batch_per_gpu
+        again = ["checkpointing=true"] * self.recompute
+        ways = ["a smaller batch"] * (batch > 1 and (enough or self.recompute)) + again
+        return f"take {(' or ' if enough else ' and ').join(ways)}" if ways and self._left(sharding) > 0 else ""
 
     def _has_room(self, sharding: Any) -> bool:
         """Whether a GPU has it for bf16 with another sharding, as far as that is known."""
+        return self.saved_gb <= self._left(sharding)
+
+    def _left(self, sharding: Any) -> float:
+        """GB that a GPU has left for activations of bf16 with another sharding; not known: any."""
+        if self.gpu is None or not self.memory:
+            return math.inf
         p, own = self.prediction, replace(self.plan, sharding=sharding)
-        now, then = (plan.memory_gb(p.timeline, p.cluster, METHODS["bf16"], 0.0) for plan in (self.plan, own))
-        return self.gpu is None or not self.memory or self.memory["bf16"] + then - now <= self.gpu.gb
+        return self.gpu.gb - own.memory_gb(p.timeline, p.cluster, METHODS["bf16"], 0.0)
 
     def _percent(self, name: str) -> list[str]:
         """`saving` in per cent."""
@@ -247,10 +271,11 @@ def answer(
     unsure: float = 0.0,
     local_steps: int | None = None,
     lost: Mapping[str, float] | None = None,
+    recompute: bool = True,
 ) -> Answer:
     """Whether it pays. unsure: of computing, relative. saved_bytes: activations of a micro-batch; None: no answer on memory.
 
-    methods: fp32, bf16 and the bound come in addition. lost: as of an Answer. Raises ValueError as `predict`.
+    methods: fp32, bf16 and the bound come in addition. lost, recompute: as of an Answer. Raises ValueError as `predict`.
     """
     names = _names(methods, cluster, plan, local_steps)
     costs, plan = costs or Costs.of_gpu(timeline.gpu), plan.on(cluster)
@@ -259,7 +284,8 @@ def answer(
         for f in (1, 1 - unsure, 1 + unsure)
     ]
     memory = memory_of(timeline, cluster, [r.method for r in made[0].rows], plan, gpu, saved_bytes)
-    return Answer(made[0], tuple(made[1:]) if unsure else (), plan, gpu, memory, lost or {})
+    ends, saved_gb = tuple(made[1:]) if unsure else (), (saved_bytes or 0.0) / 1e9
+    return Answer(made[0], ends, plan, gpu, memory, lost or {}, saved_gb, recompute)
 
 
 def memory_of(

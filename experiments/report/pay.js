@@ -55,15 +55,24 @@ function payAdvice(c) {  // birder.predict.table.advised: a method, or null; whe
   return {...found, best: kept.find((i) => run(i) <= (1 + pay.tie) * first), pays: true};
 }
 
-function paySmaller(gb, fits) {
-  const fitting = [["hsdp", pay.methods.length], ["fsdp", pay.methods.length + 1]].find(([, place]) => fits(place));
-  return "Shard it (sharding=" + (fitting ? fitting[0] + "), or" : "fsdp) and") + " take a smaller batch or checkpointing=true.";
+function paySmaller(c, gb, fits) {  // birder.predict.answers.Answer.smaller
+  const batches = pay.batches[c.model], batch = Math.min(Math.max(c.batch, batches[0]), batches[batches.length - 1]);
+  const saved = between(batches, batch, (v) => v).reduce((sum, [b, x]) => sum + x * pay.saved[c.model][b], 0);
+  const left = (place) => pay.gpu_gb[c.gpu] + saved - gb[place], again = pay.recompute[c.model], fsdp = pay.methods.length + 1;
+  const wider = [["hsdp", fsdp - 1], ["fsdp", fsdp]].slice(pay.ranks[c.ranks] > 1 ? 0 : 1), fitting = wider.find(([, at]) => fits(at));
+  const enough = (place) => saved / Math.max(batch, 2) <= left(place);
+  const [name, place] = [["", pay.bf16], ...wider].find(([, at]) => enough(at)) || wider[wider.length - 1];
+  const ways = [...(batch > 1 && (enough(place) || again) ? ["a smaller batch"] : []), ...(again ? ["checkpointing=true"] : [])];
+  const fewer = ways.length && left(place) > 0 ? ways.join(enough(place) ? " or " : " and ") : "";
+  if (fitting) return "Shard it (sharding=" + fitting[0] + ")" + (fewer && !name ? ", or take " + fewer : "") + ".";
+  if (fewer) return (name ? "Shard it (sharding=" + name + ") and take " : "Take ") + fewer + ".";
+  return "It needs " + (left(fsdp) > 0 ? "" : "more GPUs to shard it over (sharding=fsdp), or ") + "GPUs with more memory.";
 }
 
 function paySentences({c, ms, low, high, gb, fits, paying, best, pays, why}) {  // those of the command line
   const said = [], there = offered(c), bf16 = ms[pay.bf16], saving = (i) => 1 - ms[i] / bf16;
   const ends = (i) => " [" + percent(low[i]) + ", " + percent(high[i]) + "]";
-  if (!there.some(fits)) said.push("It does not fit: " + digits(Math.min(...there.map((i) => gb[i])), 3) + " GB of " + pay.gpu_gb[c.gpu] + " GB on one " + pay.gpus[c.gpu] + ". " + paySmaller(gb, fits));
+  if (!there.some(fits)) said.push("It does not fit: " + digits(Math.min(...there.map((i) => gb[i])), 3) + " GB of " + pay.gpu_gb[c.gpu] + " GB on one " + pay.gpus[c.gpu] + ". " + paySmaller(c, gb, fits));
   if (pays) {
     said.push("Compress: " + pay.methods[best] + " saves " + percent(saving(best)) + " % of the step" + ends(best) + " against bf16, " +
       (bf16 / ms[best]).toFixed(2) + "x as fast as bf16; " + pay.price[best] + ".", pay.needs[best]);

@@ -73,6 +73,7 @@ def data(choice: Choice = Choice(), studies: answered.Studies = ()) -> dict[str,
     cells[model][batch][gpu][ranks][nodes][rate]: ms of each method, then of each of `COMPRESSED` the low end of its saving,
     then the high one; None for what needs several GPUs a node.
     gb[model][batch][ranks][nodes]: of each method, what a rank keeps; then with bf16 under HSDP, and FSDP.
+    saved[model][batch]: of these, activations.
     """
     works_of = [
         [architectures.work(Asked(model.name, batch, PRECISION, model.seq)) for batch in model.batches]
@@ -80,9 +81,10 @@ def data(choice: Choice = Choice(), studies: answered.Studies = ()) -> dict[str,
     ]
     found = iter(_each(list(itertools.chain(*works_of)), choice))
     cells = [[[next(found) for _ in choice.gpus] for _ in works] for works in works_of]
-    gb, first = [], gpus.find(choice.gpus[0])
+    gb, saved, first = [], [], gpus.find(choice.gpus[0])
     for works in works_of:
         kept = [(work.timeline(first), work.saved_bytes) for work in works]
+        saved.append([round(work.saved_bytes / 1e9, 3) for work in works])
         gb.append([[[_memory(*of, ranks, nodes) for nodes in choice.nodes] for ranks in choice.ranks] for of in kept])
     every, places, lost = [METHODS[m] for m in DEFAULT], list(range(len(DEFAULT))), answered.lost(studies)
     some = _asked(*kept[0], first, choice.ranks[0], choice.nodes[0], choice.gbps[0])
@@ -116,6 +118,8 @@ def data(choice: Choice = Choice(), studies: answered.Studies = ()) -> dict[str,
         "far": FAR,
         "unsure": gpus.UNSURE,
         "gb": gb,
+        "saved": saved,
+        "recompute": [m.name.partition(":")[0] in architectures.OF_TRANSFORMERS for m in choice.models],
         "cells": cells,
     }
 

@@ -27,7 +27,7 @@ def timeline(step_ms: float = 90.0, elements: int = 100 * MILLION, layers: int =
         Gradient(f"layer {i}", (each,), forward + (step_ms - forward) * (layers - i) / layers) for i in range(layers)
     )
     inside = IntraNode.of(elements, 8)
-    return Timeline("made", "made", "a100", "bf16", 1, 8, forward, step_ms, gradients, inside, "a test", update_ms=2.0)
+    return Timeline("made", "made", "a100", "bf16", 8, 8, forward, step_ms, gradients, inside, "a test", update_ms=2.0)
 
 
 def ask(
@@ -391,22 +391,46 @@ def test_what_does_not_fit_is_advised_more_shards_than_it_has(
 
 
 @pytest.mark.parametrize(
-    ("millions", "advice"),
+    ("millions", "saved", "advice"),
     [
-        (2000, "Shard it (sharding=hsdp), or take a smaller batch"),
-        (20_000, "Shard it (sharding=fsdp), or take a smaller batch"),
-        (60_000, "Shard it (sharding=fsdp) and take a smaller batch"),
+        (700, 12e9, "Shard it (sharding=hsdp), or take a smaller batch or checkpointing=true."),
+        (700, 40e9, ". Take a smaller batch or checkpointing=true."),
+        (2000, 1e9, "Shard it (sharding=hsdp)."),
+        (20_000, 1e9, "Shard it (sharding=fsdp)."),
+        (41_000, 1e9, "Shard it (sharding=fsdp) and take a smaller batch or checkpointing=true."),
+        (60_000, 1e9, "It needs more GPUs to shard it over (sharding=fsdp), or GPUs with more memory."),
     ],
 )
-def test_a_sharding_is_advised_that_fits(millions: int, advice: str) -> None:
-    """Shards of a node were advised to whoever had no room for them, and then more; and back again by the answer to FSDP."""
+def test_a_sharding_is_advised_that_fits(millions: int, saved: float, advice: str) -> None:
+    """Shards of a node were advised to whoever had no room for them, and then more; and back again by the answer to FSDP.
+    Fewer activations were advised where without any there is no room; and shards, where fewer activations do."""
     t, cluster = timeline(elements=millions * MILLION, layers=100), Cluster.of_gpus(4, 8, Link(10.0))
     ddp, fsdp = (
-        answer(t, cluster, TrainingPlan(s), gpu=find("l4"), saved_bytes=1e9).sentences()  # type: ignore[arg-type]
+        answer(t, cluster, TrainingPlan(s), gpu=find("l4"), saved_bytes=saved).sentences()  # type: ignore[arg-type]
         for s in ("ddp", "fsdp")
     )
     assert advice in ddp[0]
     assert ("sharding=hsdp" in " ".join(fsdp)) == ("hsdp" in advice)
+
+
+@pytest.mark.parametrize(
+    ("batch", "recompute", "saved", "advice"),
+    [
+        (8, True, 30e9, "Take a smaller batch or checkpointing=true."),
+        (8, True, 300e9, "Take a smaller batch and checkpointing=true."),
+        (8, False, 30e9, "Take a smaller batch."),
+        (8, False, 300e9, "It needs GPUs with more memory."),
+        (1, True, 30e9, "Take checkpointing=true."),
+        (1, False, 30e9, "It needs GPUs with more memory."),
+    ],
+)
+def test_fewer_activations_are_advised_where_there_can_be_fewer(
+    batch: int, recompute: bool, saved: float, advice: str
+) -> None:
+    """A smaller batch than one sample was advised, and checkpointing where it was on, or is refused."""
+    t, cluster = replace(timeline(), batch_per_gpu=batch), Cluster.of_gpus(1, 1, Link(10.0))
+    first = answer(t, cluster, gpu=find("l4"), saved_bytes=saved, recompute=recompute).sentences()[0]
+    assert first.endswith(f" GB on one L4. {advice}")
 
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {

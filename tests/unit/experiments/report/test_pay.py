@@ -79,10 +79,11 @@ def test_at_the_points_of_the_grid_the_page_says_what_the_command_line_says(
     models = (replace(SMALL.models[0], batches=(16,)),)
     choice = Choice(models, ("rtx-4090",), ranks=(1, 8), nodes=(2, 64), gbps=(0.01, 1, 10, 60, 400))
     content, t = pay.data(choice, STUDIES), work.timeline(small)
-    cases, expected, lost = [], [], answered.lost(STUDIES)
+    cases, expected = [], []
+    asked: dict[str, Any] = {"saved_bytes": work.saved_bytes, "lost": answered.lost(STUDIES), "recompute": False}
     for r, n, g in itertools.product(range(2), range(2), range(5)):
         there = Cluster.of_gpus(choice.nodes[n], choice.ranks[r], Link(choice.gbps[g], latency_us), small.link)
-        found = answer(t, there, gpu=small, saved_bytes=work.saved_bytes, unsure=gpus.UNSURE, lost=lost)
+        found = answer(t, there, gpu=small, unsure=gpus.UNSURE, **asked)
         cases.append({"model": 0, "gpu": 0, "ranks": r, "batch": 16, "nodes": choice.nodes[n], "gbps": choice.gbps[g]})
         best = None if found.best is None else DEFAULT.index(found.best.name)
         expected.append([best, answered.sentences(found, STUDIES)])
