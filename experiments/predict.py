@@ -37,6 +37,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script
     import _script  # noqa: F401
@@ -96,12 +97,13 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class AskedModel:
-    """A model's timeline. gpu: its data sheet, where there is one. saved_bytes: activations, where they were counted.
-    recompute: checkpointing can still be switched on."""
+    """A model's timeline. gpu: its data sheet, where there is one. saved_bytes: activations, where they were counted; tokens:
+    of a sample, where they were. recompute: checkpointing can still be switched on."""
 
     timeline: Timeline
     gpu: GPU | None = None
     saved_bytes: float | None = None
+    tokens: int | None = None
     recompute: bool = False
 
     @property
@@ -164,7 +166,7 @@ def _counted(q: Question) -> AskedModel:
         work = architectures.work(asked)
         found = work.timeline(gpu, gpus_per_node=q.cluster.ranks_per_node, optimizer=q.optimizer, faster=q.gpu_rate)
     recompute = name.partition(":")[0] in architectures.OF_TRANSFORMERS and q.checkpointing is not True
-    return AskedModel(found, gpu, work.saved_bytes, recompute=recompute)
+    return AskedModel(found, gpu, work.saved_bytes, work.tokens, recompute)
 
 
 def _same_gpu(recorded: str, asked: str) -> bool:
@@ -208,8 +210,27 @@ def costs_of(t: Timeline) -> Costs:
         return Costs.of_gpu(t.gpu)
 
 
+def unsaid(q: Question, m: AskedModel, c: Cluster, over: str | None) -> list[str]:
+    """key=value of what moves the answer and was not typed; of a recording its model is known. over: of a sweep."""
+    t = m.timeline
+    keys: dict[str, Any] = {"accumulation": q.accumulation}
+    if m.saved_bytes is not None:  # counted
+        again = q.checkpointing if m.recompute else None
+        keys = {"gpu": t.gpu, "batch": q.batch, "seq": m.tokens, "precision": t.precision, "compiled": q.compiled}
+        keys |= {"checkpointing": again, "optimizer": q.optimizer, "accumulation": q.accumulation}
+    if not q.said("cluster"):
+        between = ("gbps", "latency_us", "nics") if c.nodes > 1 or over else ()
+        keys |= {f"cluster.{key}": getattr(q.cluster, key) for key in ("nodes", "ranks_per_node", *between)}
+    if c.ranks_per_node > 1:
+        keys["cluster.inside_gb_per_s"] = digits(c.inside.gbps / 8, 3)
+    keys = {key: value for key, value in keys.items() if not (value is None or q.said(key) or key == f"cluster.{over}")}
+    return [f"{key}={str(value).lower()}" for key, value in keys.items()]
+
+
 def answer(q: Question, options: argparse.Namespace) -> None:
     """Prints what is asked for."""
+    from experiments.report import answered
+
     m, plan = model_of(q), TrainingPlan(q.sharding, q.accumulation, q.optimizer, q.run_steps)
     t, there = m.timeline, cluster_of(q, m.timeline.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
@@ -224,6 +245,7 @@ def answer(q: Question, options: argparse.Namespace) -> None:
             shown = [METHODS[name] for name in SHOWN]
             names = [m.name for m in shown if plan.on(there).takes(m) and not (flat and m.hierarchical)]
         rows = plan.choose(names, there)
+        taken = unsaid(q, m, there, "gbps" if options.crossover else options.sweep)
         if q.local_steps and all(every(m, q.local_steps) is m for m in rows):
             raise UserError(f"local_steps={q.local_steps} is of local SGD and DiLoCo: no row here is of either")
         if q.said("run_steps") and not any(r.growth for m in rows for r in m.rounds):
@@ -234,6 +256,7 @@ def answer(q: Question, options: argparse.Namespace) -> None:
             found = sweep(t, there, options.sweep, values, names, costs, layout, local_steps=q.local_steps, plan=plan)
             fits = functools.partial(m.fits, plan)
             print(prediction_plots.sweep_table(found, options.sweep, fits, m.gpu))
+            print(answered.taken(taken))
             path = options.out or Path(f"predict_{t.name}_{options.sweep}.png")
             print(f"plot {prediction_plots.draw_sweep(found, options.sweep, path, fits)}")
         elif options.crossover:
@@ -246,9 +269,8 @@ def answer(q: Question, options: argparse.Namespace) -> None:
                 needed = memory.get(name, 0.0)
                 over = f"; does not fit: {digits(needed, 3)} of {m.gpu.gb:g} GB" if m.gpu and needed > m.gpu.gb else ""
                 print(f"{name:32} {'never' if rate is None else f'below {digits(rate, 3)} Gbit/s'}{over}")
+            print(answered.taken(taken))
         else:
-            from experiments.report import answered
-
             studies = answered.known_verdicts(Path(options.results))
             made = answers.answer(
                 t,
@@ -264,9 +286,10 @@ def answer(q: Question, options: argparse.Namespace) -> None:
                 recompute=m.recompute,
             )
             if options.json:
-                print(json.dumps(made.plain() | {"sentences": answered.sentences(made, studies)}, indent=1))
+                more = {"sentences": answered.sentences(made, studies), "not_said": taken}
+                print(json.dumps(made.plain() | more, indent=1))
                 return
-            print(answered.text(made, studies, options.all))
+            print(answered.text(made, studies, options.all, taken))
 
 
 def examples(path: Path = EXAMPLES) -> Path:

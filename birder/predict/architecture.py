@@ -58,7 +58,7 @@ class GpuKernel:
 class Work:
     """One step of a model. forward: kernels of forward; ready: parameter -> kernels done when its gradient is ready;
     saved_bytes: of activations that backward needs, at the end of forward; frozen, frozen_bytes: as of a `Timeline`;
-    host_us: see `HOST_US`."""
+    host_us: see `HOST_US`; tokens: of a sample, where that is known."""
 
     model: str
     precision: str
@@ -71,6 +71,7 @@ class Work:
     host_us: tuple[float, float] = HOST_US
     frozen: tuple[int, ...] = ()
     frozen_bytes: int = 0
+    tokens: int | None = None
 
     @property
     def elements(self) -> int:

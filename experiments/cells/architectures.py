@@ -17,7 +17,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,8 @@ def work(q: Asked, configuration: Any = None) -> Any:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module, loss = of_transformers(configuration, q) if configuration else _made(kind, name, q)
-        return architecture.count(module, loss, q.precision, model=slug(q), batch=q.batch, compiled=q.compiled)
+        counted = architecture.count(module, loss, q.precision, model=slug(q), batch=q.batch, compiled=q.compiled)
+        return replace(counted, tokens=_length(module, q) if configuration or kind in OF_TRANSFORMERS else None)
 
 
 def named(model: str) -> str:
@@ -180,11 +181,7 @@ def _loss(net: Any, task: str, q: Asked) -> Callable[[], Any]:
         images = torch.randn(q.batch, getattr(config, "num_channels", 3), *pixels)
         labels = torch.zeros(q.batch, dtype=torch.long)
         return lambda: net(pixel_values=images, labels=labels).loss
-    room = _positions(net)
-    if q.seq and room and q.seq > room:
-        raise UserError(f"{q.model} takes {room} tokens at most, not seq={q.seq}")
-    longest = room or getattr(config, "max_position_embeddings", None)
-    tokens = torch.zeros(q.batch, q.seq or min(SEQ, longest or SEQ), dtype=torch.long)
+    tokens = torch.zeros(q.batch, _length(net, q) or SEQ, dtype=torch.long)
     if task == "QuestionAnswering":
         at = torch.zeros(q.batch, dtype=torch.long)
         return lambda: net(input_ids=tokens, start_positions=at, end_positions=at).loss
@@ -196,6 +193,16 @@ def _loss(net: Any, task: str, q: Asked) -> Callable[[], Any]:
 
         return lambda: fused_loss(net(input_ids=tokens).logits)
     return lambda: net(input_ids=tokens, labels=tokens).loss
+
+
+def _length(net: Any, q: Asked) -> int | None:
+    """Tokens of a sample; None: the model reads images. Raises UserError."""
+    if net.main_input_name == "pixel_values":
+        return None
+    room = _positions(net)
+    if q.seq and room and q.seq > room:
+        raise UserError(f"{q.model} takes {room} tokens at most, not seq={q.seq}")
+    return q.seq or min(SEQ, room or getattr(net.config, "max_position_embeddings", None) or SEQ)
 
 
 def _positions(net: Any) -> int | None:

@@ -102,10 +102,15 @@ def sentences(found: Answer, studies: Studies) -> list[str]:
     return said
 
 
-def text(found: Answer, studies: Studies, everything: bool = False) -> str:
-    """The answer. studies: `verdicts`. everything: the whole table instead of six rows."""
+def text(found: Answer, studies: Studies, everything: bool = False, unsaid: Sequence[str] = ()) -> str:
+    """The answer. studies: `verdicts`. everything: the whole table instead of six rows. unsaid: as `taken` says it."""
     parts = [_wrapped(sentences(found, studies)), _whole(found.prediction) if everything else "\n".join(found.table())]
-    return "\n\n".join([*parts, _wrapped(assumed(found))])
+    return "\n\n".join([*parts, _wrapped(assumed(found, unsaid))])
+
+
+def taken(unsaid: Sequence[str]) -> str:
+    """What nobody has said, key=value, in lines of text."""
+    return _wrapped(lines("taken", unsaid=unsaid))
 
 
 def _wrapped(said: Sequence[str]) -> str:
@@ -118,9 +123,10 @@ def _whole(p: Prediction) -> str:
     return Table.text(table.HEAD, table.cells(p)).drawn() + f"\n\n{notes}" * bool(notes)
 
 
-def assumed(found: Answer) -> list[str]:
+def assumed(found: Answer, unsaid: Sequence[str] = ()) -> list[str]:
     """Where the numbers come from, a line each."""
     p, gpu = found.prediction, found.gpu
     cheap = any(not r.method.dense and r.ms < p["none"].ms for r in found.rows())
     full = gpu if gpu and not all(found.fits(name) for name in found.memory) else None
-    return [*lines("assumed", found=found, unsure=100 * gpus.UNSURE, cheap=cheap, full=full), ALL]
+    said = lines("assumed", found=found, unsure=100 * gpus.UNSURE, cheap=cheap, full=full)
+    return [*said, *lines("taken", unsaid=unsaid), ALL]

@@ -123,6 +123,21 @@ def test_questions_are_answered(arguments: list[str], words: str, capsys: pytest
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_keys_that_were_not_given_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The tokens of a sample were not, nor the links inside a node."""
+    asked = ["model=params:1M layers=2 width=64 vocab=999", "batch=2", "gpu=l4"]
+    assert entry.main([*asked, "--json"]) == 0
+    model = ["seq=1024", "precision=bf16", "compiled=false", "checkpointing=false", "optimizer=adamw", "accumulation=1"]
+    cluster = ["nodes=8", "ranks_per_node=8", "gbps=10.0", "latency_us=20.0", "nics=1", "inside_gb_per_s=24.5"]
+    assert json.loads(capsys.readouterr().out)["not_said"] == [*model, *(f"cluster.{each}" for each in cluster)]
+    said = "Not said, so taken as: "
+    assert entry.main([*asked, "seq=512", "checkpointing=true", "accumulation=2", "cluster=ethernet_1g"]) == 0
+    assert f"\n{said}precision=bf16, compiled=false, optimizer=adamw.\n" in capsys.readouterr().out
+    assert entry.main(["timeline=resnet50_b32_tf32", "methods=birder", "--crossover"]) == 0
+    rates = "accumulation=1, cluster.nodes=8, cluster.ranks_per_node=8, cluster.latency_us=20.0, cluster.nics=1"
+    assert f" Gbit/s {said}{rates}, cluster.inside_gb_per_s=230." in " ".join(capsys.readouterr().out.split())
+
+
 def test_crossovers_say_what_does_not_fit_as_the_main_answer_does(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["model=params:3B layers=32 width=2560 vocab=50k", "gpu=h100", "batch=1", "seq=1024"]
     asked += ["methods=bf16,birder,sigma_delta,zero_one_adam"]
