@@ -23,7 +23,7 @@ from birder.predict.measuring import Links, measure_kernels, measure_link
 from birder.predict.methods import METHODS
 from birder.predict.recording import record, topology_of
 from birder.predict.simulation import FIRST_BUCKET_MB, Layout, simulate
-from birder.predict.table import Prediction, crossover, predict
+from birder.predict.table import Prediction, crossover, digits, predict
 from birder.predict.timeline import Timeline
 
 HOOKS: dict[Callable[..., Any], str] = {
@@ -113,13 +113,13 @@ class Advice:
         wall, expected, more = self.timeline.wall_ms, self.expected_ms, self.beyond_ms
         if not wall:
             return ""
-        said = f"measured now, with the communication there is: {wall:.4g} ms a step"
+        said = f"measured now, with the communication there is: {digits(wall)} ms a step"
         if self.now is None or expected is None:
             return said
-        said += f"; simulated for it ({METHODS[self.now].label}): {expected:.4g} ms. "
+        said += f"; simulated for it ({METHODS[self.now].label}): {digits(expected)} ms. "
         if more > 0:
-            return said + f"The other {more:.3g} ms are added to every method that communicates."
-        return said + f"Intervals reach {-more:.3g} ms lower."
+            return said + f"The other {digits(more, 3)} ms are added to every method that communicates."
+        return said + f"Intervals reach {digits(-more, 3)} ms lower."
 
 
 def advise(

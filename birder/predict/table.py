@@ -292,12 +292,14 @@ def render(p: Prediction) -> str:
     lines = aligned([HEAD, *cells(p)], left=(0, 9), rule=True)
     c, t = p.cluster, p.timeline
     link = (
-        f"{c.between.gbps:.3g} Gbit/s between nodes" if c.nodes > 1 else f"{c.inside.gbps:.4g} Gbit/s inside the node"
+        f"{digits(c.between.gbps, 3)} Gbit/s between nodes"
+        if c.nodes > 1
+        else f"{digits(c.inside.gbps)} Gbit/s inside the node"
     )
     source = (c.between if c.nodes > 1 else c.inside).source
     link += f" ({source})" if source != Link.source else ""
     about = [
-        f"{t.name}: {t.elements / 1e6:.4g} M parameters, {t.step_ms:.4g} ms of forward and backward on {t.gpu}",
+        f"{t.name}: {digits(t.elements / 1e6)} M parameters, {digits(t.step_ms)} ms of forward and backward on {t.gpu}",
         f"{c.nodes} x {c.ranks_per_node} ranks, {link}; kernels: {p.costs.source}",
     ]
     notes = [f"{r.method.label}: {r.method.about}" for r in p.rows if r.method.about]

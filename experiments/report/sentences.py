@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from birder.predict.table import digits
 from experiments.records.record import ResultRecord
 from experiments.report import formats
 from launch.words import count
@@ -53,7 +54,7 @@ _pages = functools.cache(environment)
 def _texts() -> Any:
     """The macros of sentences.j2, by their names."""
     made = environment(trim=False)
-    made.filters |= {"count": count, "times": formats.times}
+    made.filters |= {"count": count, "digits": digits, "times": formats.times}
     made.globals |= {name: getattr(formats, name) for name in FORMATS}
     made.globals |= {"caveats": caveats, "hardware": hardware, "machines": machines, "what": trained}
     return made.get_template("sentences.j2").module
