@@ -142,10 +142,13 @@ def _sharded(t: Timeline, cluster: Cluster, method: MethodSpec, costs: Costs, pl
     width = WIDTHS[method.name]
     alone = Cluster(1, 1, cluster.between, cluster.inside, parts=plan.shards(cluster))
     (row,) = predict(plan.timeline(t, cluster, width), alone, [method.name], costs).rows
+    (bound,) = predict(plan.timeline(t, cluster, 0), alone, ["none"], costs).rows
+    unsure = min(MODEL_ERROR * row.ms, row.ms - bound.ms)
     wide = 2 if t.precision in HALVES else 4
     numbers = 2 * wide * t.whole + width * t.elements  # two gathers, one scatter
     sent = plan.accumulation * cluster.sharded(1.0).nbytes * numbers if width and cluster.nodes > 1 else 0.0
-    return replace(row, step=replace(row.step, nic_bytes=sent), state_bytes=plan.state(method, cluster) * t.elements)
+    step, state = replace(row.step, nic_bytes=sent), plan.state(method, cluster) * t.elements
+    return replace(row, step=step, low=row.low - unsure, high=row.high + unsure, state_bytes=state)
 
 
 def _interval(

@@ -255,6 +255,8 @@ def test_fsdp_over_all_ranks_has_nothing_to_compress() -> None:
     # Two gathers of 2 bytes, a scatter of 4, over 31/32 of the parameters.
     assert slow.prediction["fp32"].step.nic_bytes == pytest.approx(31 / 32 * 8 * 100 * MILLION)
     assert slow.prediction["bf16"].ms < slow.prediction["fp32"].ms
+    value, low, high = slow.saving("fp32")
+    assert low < value < high  # a gather is no better known than an all-reduce
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
