@@ -234,6 +234,8 @@ def answer(q: Question, options: argparse.Namespace) -> None:
     m, plan = model_of(q), TrainingPlan(q.sharding, q.accumulation, q.optimizer, q.run_steps)
     t, there = m.timeline, cluster_of(q, m.timeline.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")
+    if m.saved_bytes is not None:  # as the dense optimizer's update is
+        costs = costs.times(1 / q.gpu_rate)
     with refused("", ValueError):
         names, values = q.methods, SWEEPS.get(options.sweep, ())
         if options.sweep == "nodes":

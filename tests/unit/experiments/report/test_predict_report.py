@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from birder.predict import DEFAULT, METHODS, NVLINK, Cluster, Link, gpus, predict
+from birder.predict.costs import LAUNCH_US
 from birder.predict.table import MODEL_ERROR
 from experiments import predict as entry
 from experiments.cells import claimed, suite, timelines
@@ -200,6 +201,15 @@ def test_gpu_rate_scales_what_is_counted_and_keeps_the_gpu_that_was_recorded() -
     same, other = (entry.model_of(entry.ask([*there, *more])).timeline for more in ([], ["gpu=l40s"]))
     assert (same.gpu, other.gpu) == (recorded.gpu, "l40s")
     assert same.step_ms == other.step_ms == recorded.step_ms / 2
+
+
+def test_gpu_rate_is_of_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the user's own update, and not of a method's: on a slow GPU compressing seemed to save what its update takes."""
+    asked = ["model=tests.helpers.toy_module:make", "batch=4", "cluster.nodes=1", "cluster.ranks_per_node=1"]
+    assert entry.main([*asked, "methods=birder", "gpu_rate=0.001", "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)
+    (birder,) = (row["ms"] for row in held["rows"] if row["method"] == "birder")
+    assert birder - held["model"]["compute_ms"] > LAUNCH_US  # a thousand times as long, in ms
 
 
 def test_a_recorded_timeline_has_the_link_of_its_gpu_inside_a_node() -> None:
