@@ -185,6 +185,15 @@ def _scaled(t: Timeline, q: Question) -> Timeline:
     return replace(t.scaled(1 / q.gpu_rate, f"{q.gpu_rate:g} times as fast as it was recorded: stated"), gpu=gpu)
 
 
+def _refuse_unused(q: Question, over: str | None) -> None:
+    """Raises UserError for a key of links that there are not. over: of a sweep."""
+    for key in ("gbps", "latency_us", "nics", "oversubscription"):
+        if q.cluster.nodes == 1 and not over and q.said(f"cluster.{key}"):
+            raise UserError(f"cluster.{key} is of links between nodes, and there is one node: leave {key} or nodes out")
+    if q.cluster.ranks_per_node == 1 and q.said("cluster.inside_gb_per_s"):
+        raise UserError("cluster.inside_gb_per_s is of links inside a node, and a node has one rank: leave it out")
+
+
 def cluster_of(q: Question, gpu: str = "") -> Cluster:
     """The cluster that is asked about, with the link of the GPU of that name inside a node where none is said: an A100's
     NVLink for a GPU without a data sheet."""
@@ -231,6 +240,7 @@ def answer(q: Question, options: argparse.Namespace) -> None:
     """Prints what is asked for."""
     from experiments.report import answered
 
+    _refuse_unused(q, options.sweep)
     m, plan = model_of(q), TrainingPlan(q.sharding, q.accumulation, q.optimizer, q.run_steps)
     t, there = m.timeline, cluster_of(q, m.timeline.gpu)
     costs, layout = costs_of(t), Layout(gpu=t.gpu != "cpu")

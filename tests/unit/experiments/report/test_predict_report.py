@@ -371,6 +371,8 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["timeline=resnet50_b32_tf32", "cluster.nodes=many"], "must be a whole number"),
         (["timeline=resnet50_b32_tf32", "cluster.nodes=0"], "cluster.nodes must be a whole number, 1 or more, not 0"),
         (["timeline=resnet50_b32_tf32", "methods=magic"], "no method 'magic'"),
+        (["timeline=resnet50_b32_tf32", "cluster.nodes=1", "cluster.gbps=1"], "between nodes, and there is one node"),
+        (["model=resnet50", "cluster.ranks_per_node=1", "cluster.inside_gb_per_s=9"], "and a node has one rank"),
         (["timeline=resnet50_b32_tf32", "gpu_rate=2", "gpu=abacus"], "no memory bandwidth known"),
         (["timeline=resnet50_b32_tf32", "gpu=h100"], "gpu=h100 asks for something else"),
         (["timeline=resnet50_b32_tf32", "batch=64"], "the recorded timeline resnet50_b32_tf32 has batch=32"),
