@@ -130,7 +130,7 @@ def config(name: str) -> Any:
     if key in presets() and not there:  # a folder may be called as a model is
         own = dict(presets()[key])
         return AutoConfig.for_model(own.pop("type"), **own)
-    if path.exists():
+    if name and path.exists():
         with refused(f"{name} is not a configuration of transformers", OSError, ValueError):
             return AutoConfig.from_pretrained(name, local_files_only=True)
     if key in CONFIG_MAPPING_NAMES:

@@ -358,6 +358,7 @@ def test_a_sweep_is_a_table_and_a_plot(over: str, tmp_path: Path, capsys: pytest
         (["timeline=nothing"], "no timeline nothing"),
         (["model=resnet51"], "did you mean resnet50"),
         (["model=hf:gpt-2-medium"], "Did you mean gpt2-medium"),
+        (["model=hf:"], "no model hf:. Models are not downloaded. There are: gpt2"),
         (["model=torchvision:resnet51"], "did you mean resnet50"),
         (["model=hf:gpt2", "gpu=h1000"], "no GPU 'h1000' is known; did you mean h100"),
         (["model=hf:gpt2", "gpu=v100", "precision=bf16"], "V100 SXM 32 GB does not compute in bf16"),
