@@ -55,7 +55,8 @@ def check_device(settings: Mapping[str, Any], device: torch.device) -> None:
 def slow(settings: Mapping[str, Any], device: torch.device) -> bool:
     """Whether products are computed in a format for which this CPU has no instructions. settings: as above."""
     native = settings["precision"] == "bf16" and settings["bf16_matmul"] == "native"
-    return native and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    known = device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return native and known and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def products_of(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
