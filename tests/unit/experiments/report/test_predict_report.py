@@ -110,6 +110,7 @@ def test_the_papers_speedups_need_a_slow_link_or_fast_computing() -> None:
     [
         (["timeline=resnet50_b32_tf32", "cluster.nodes=8"], "x as fast as bf16"),
         (["timeline=resnet50_b32_tf32", "cluster.gbps=3200"], "x 8 ranks, 3200 Gbit/s"),
+        (["timeline=resnet50_b32_tf32", "cluster.nodes=1", "cluster.inside_gb_per_s=1800"], "x 8 ranks, 1800 GB/s"),
         (["timeline=resnet50_b32_tf32", "cluster=infiniband_100g", "cluster.nodes=2"], "2 x 8 ranks, 100 Gbit/s"),
         (["model=bert_base", "batch=12", "gpu=A100", "cluster.gbps=800", "cluster.latency_us=2"], "do not compress"),
         (["timeline=resnet50_b32_tf32", "methods=fp32,birder", "--crossover"], "below"),
