@@ -165,7 +165,7 @@ def _counted(q: Question) -> AskedModel:
         asked = architectures.Asked(name, q.batch, str(precision), q.seq, q.compiled, again)
         work = architectures.work(asked)
         found = work.timeline(gpu, gpus_per_node=q.cluster.ranks_per_node, optimizer=q.optimizer, faster=q.gpu_rate)
-    recompute = name.partition(":")[0] in architectures.OF_TRANSFORMERS and q.checkpointing is not True
+    recompute = architectures.can_recompute(name) and q.checkpointing is not True
     return AskedModel(found, gpu, work.saved_bytes, work.tokens, recompute)
 
 
@@ -222,11 +222,12 @@ def costs_of(t: Timeline) -> Costs:
 def unsaid(q: Question, m: AskedModel, c: Cluster, over: str | None) -> list[str]:
     """key=value of what moves the answer and was not typed; of a recording its model is known. over: of a sweep."""
     t = m.timeline
-    keys: dict[str, Any] = {"accumulation": q.accumulation}
+    keys: dict[str, Any] = {}
     if m.saved_bytes is not None:  # counted
         again = q.checkpointing if m.recompute else None
         keys = {"gpu": t.gpu, "batch": q.batch, "seq": m.tokens, "precision": t.precision, "compiled": q.compiled}
-        keys |= {"checkpointing": again, "optimizer": q.optimizer, "accumulation": q.accumulation}
+        keys |= {"checkpointing": again, "optimizer": q.optimizer}
+    keys["accumulation"] = q.accumulation
     if not q.said("cluster"):
         between = ("gbps", "latency_us", "nics") if c.nodes > 1 or over else ()
         keys |= {f"cluster.{key}": getattr(q.cluster, key) for key in ("nodes", "ranks_per_node", *between)}

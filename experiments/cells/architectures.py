@@ -80,6 +80,11 @@ def work(q: Asked, configuration: Any = None) -> Any:
         return replace(counted, tokens=_length(module, q) if configuration or kind in OF_TRANSFORMERS else None)
 
 
+def can_recompute(model: str) -> bool:
+    """Whether a model of this name can be asked for with checkpointing."""
+    return model.partition(":")[0] in OF_TRANSFORMERS
+
+
 def named(model: str) -> str:
     """A model's whole name: hf: or torchvision: before one that has neither. Raises UserError, with the nearest names."""
     if ":" in model:

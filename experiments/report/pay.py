@@ -119,7 +119,7 @@ def data(choice: Choice = Choice(), studies: answered.Studies = ()) -> dict[str,
         "unsure": gpus.UNSURE,
         "gb": gb,
         "saved": saved,
-        "recompute": [m.name.partition(":")[0] in architectures.OF_TRANSFORMERS for m in choice.models],
+        "recompute": [architectures.can_recompute(m.name) for m in choice.models],
         "cells": cells,
     }
 

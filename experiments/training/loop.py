@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.records import labels, record
-from experiments.training import products, rank_link, step_profile, traffic
+from experiments.training import rank_link, step_profile, traffic
 from experiments.training.clock import StepClock
 from experiments.training.method import AttachedMethod, begin
 from experiments.training.resume import Checkpoints, broadcast_buffers, prime_buckets
@@ -79,8 +79,6 @@ class _Run:
                 f"train.epochs={self.settings['epochs']} ends this run at step {self.length.total}, "
                 f"before train.max_steps={self.length.short_of}"
             )
-        if self.main and products.slow(self.settings, self.shard.device):
-            say("this CPU has no instructions for bf16, which makes such runs very slow: add train.bf16_matmul=fp32")
         done = self._resume()
         # Without a checkpoint nothing tells how far a run came but its record.
         if (done >= self.length.total or (not done and self.config["resume"] == "auto")) and self._recorded(done):

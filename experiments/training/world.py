@@ -17,6 +17,7 @@ from experiments.training import heartbeat, machine, products
 from experiments.workloads.base import Shard
 from launch.errors import UserError
 from launch.spec import RunSpec
+from launch.words import say
 
 _joined = itertools.count(1)
 """Counts the worlds that this process joins."""
@@ -93,6 +94,8 @@ def world(spec: RunSpec) -> Iterator[Shard]:
     with joined(
         backend, float(cluster.get("collective_timeout_s", 300)), float(cluster.get("heartbeat_timeout_s", 30))
     ) as (rank, size):
+        if rank == 0 and products.slow(spec.config["train"], device):
+            say("this CPU has no instructions for bf16, which makes such runs very slow: add train.bf16_matmul=fp32")
         yield Shard(rank, size, device)
 
 
