@@ -85,6 +85,12 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
     found["evaluated first"] = said(early.train), toy.flat(early.model).numpy(), type(early.model_wrapped).__name__
     found["evaluated again"] = early.evaluate()["eval_loss"]
     found["no length"] = without_length(hf, folder)
+    for name, backend in (("eager", None), ("compiled", "aot_eager")):
+        run = hf.trainer(folder / name, 3, save_strategy="no", torch_compile_backend=backend)
+        run.add_callback(OutOfMemory(rank, ()))  # the same dropout
+        run.train()
+        found[name] = toy.flat(run.model).numpy(), unwrap_optimizer(run.optimizer).attachment.counter.total
+        found[f"{name} model"] = type(run.model_wrapped).__name__, run.args.torch_compile
     for name, size, short in (("as found", 7, ()), ("found", 8, (1,)), ("found late", 8, (2,))):
         search = hf.trainer(folder / name, 3, per_device_train_batch_size=size, auto_find_batch_size=True, data_seed=0)
         search.add_callback(OutOfMemory(rank, short))
@@ -233,6 +239,15 @@ def test_the_trainer_trains_after_it_has_evaluated(trained: Found) -> None:
         assert not np.array_equal(mine["evaluated first"][1], mine["start"])
     assert np.array_equal(first["evaluated first"][1], second["evaluated first"][1])
     assert first["evaluated again"] == second["evaluated again"]
+
+
+@pytest.mark.slow
+def test_the_trainer_compiles(trained: Found) -> None:
+    for mine in trained:
+        assert (mine["eager model"][1], mine["compiled model"][1]) == (False, True)
+        assert np.array_equal(mine["compiled"][0], mine["eager"][0])
+        assert mine["compiled"][1] == mine["eager"][1] > 0
+        assert not np.array_equal(mine["compiled"][0], mine["start"])
 
 
 @pytest.mark.slow
