@@ -114,13 +114,17 @@ GPUS: dict[str, GPU] = {
         GPU("h100-sxm", "H100 SXM", _H100, 3350, 80, *NVLINK4, HOT, HOPPER),
         GPU("h100-pcie", "H100 PCIe", _H100_PCIE, 2000, 80, *PCIE5, HOT, HOPPER),
         GPU("h200", "H200", _H100, 4800, 141, *NVLINK4, HOT, HOPPER),
+        GPU("h20", "H20", _peaks(44.0, 74.0, 148.0), 4000, 96, *NVLINK4),
         GPU("b200", "B200", _peaks(75.0, 1125.0, 2250.0), 8000, 180, *NVLINK5, 0.73, HOPPER),
         GPU("l40s", "L40S", _peaks(91.6, 183.0, 362.0), 864, 48, *PCIE4),
+        GPU("l20", "L20", _peaks(59.8, 59.8, 119.5), 864, 48, *PCIE4, LIMITED),
         GPU("l4", "L4", _peaks(30.3, 60.0, 121.0), 300, 24, *PCIE4),
         GPU("a10", "A10", _peaks(31.2, 62.5, 125.0), 600, 24, *PCIE4),
         GPU("a10g", "A10G", _peaks(35.0, 35.0, 70.0), 600, 24, *PCIE4, LIMITED),
+        GPU("a40", "A40", _peaks(37.4, 74.8, 149.7), 696, 48, *PCIE4),
         GPU("rtx-3090", "RTX 3090", _peaks(35.6, 35.6, 71.0), 936, 24, *PCIE4, LIMITED),
         GPU("rtx-4090", "RTX 4090", _peaks(82.6, 82.6, 165.2), 1008, 24, *PCIE4, LIMITED),
+        GPU("rtx-5090", "RTX 5090", _peaks(104.8, 104.8, 209.5), 1792, 32, *PCIE5, LIMITED),
         GPU("rtx-a6000", "RTX A6000", _peaks(38.7, 77.4, 154.8), 768, 48, *PCIE4),
     )
 }
@@ -154,7 +158,7 @@ def find(name: str) -> GPU:
 
 def near(name: str, known: Iterable[str]) -> list[str]:
     """The names that were probably meant, the nearest first; none where nothing is near."""
-    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.61)
 
 
 def nearest(name: str, known: Iterable[str], shown: Iterable[str] = ()) -> str:

@@ -205,6 +205,8 @@ def test_a_parameter_without_gradient_is_named() -> None:
         ("H100 PCIe", "h100-pcie"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA H20", "h20"),
         ("Tesla V100-SXM2-32GB", "v100-sxm"),
         ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
         ("T4 PCIe", "t4"),
@@ -229,6 +231,7 @@ def test_every_gpu_is_found_by_its_own_name_and_label() -> None:
     [
         ("h1000", "did you mean h100"),
         ("abacus", "there are: v100-sxm"),
+        ("MI300X", "there are: v100-sxm"),  # it was "did you mean 3090?"
         ("rtx 4080", "rtx-4090"),
         # Another variant, or two: an answer would be for another GPU than was asked about.
         ("NVIDIA H100 NVL", "h100"),
