@@ -523,6 +523,8 @@ def test_time_to_a_loss_is_measured_steps_times_predicted_ones() -> None:
     records = [r for r in read_all(PUBLISHED) if r.exp == "zero_one_gpt2"]
     race = time_to_loss.build(accuracy_page.studies(records), PUBLISHED)
     assert race is not None
+    both = [r for r in read_all(PUBLISHED) if r.exp in time_to_loss.EXPS]
+    assert time_to_loss.build(accuracy_page.studies(both), PUBLISHED) == race  # a study of fewer methods does not count
     found = {m.label: m for m in race.methods}
     dense, onebit = found["AdamW fp32"], found["1-bit Adam"]
     assert dense.steps is not None
