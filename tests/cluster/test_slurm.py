@@ -41,7 +41,7 @@ def site(started: Site) -> Iterator[Site]:
     """The site, without jobs before and after each test."""
     yield started
     started.call("scancel", "--user=root")
-    until(lambda: not started.call("squeue", "--noheader") and not started.tasks())
+    until(lambda: not started.call("squeue", "--noheader") and not started.tasks(), started.logs)
 
 
 @pytest.fixture
@@ -63,6 +63,21 @@ def start(site: Site) -> Iterator[Callable[..., subprocess.Popen]]:
 
 def running(site: Site) -> list[str]:
     return site.call("squeue", "--noheader", "--format=%i").split()
+
+
+def until_there(site: Site, launcher: subprocess.Popen, *files: Path) -> None:
+    """Waits until the job has written the files. Fails at once, and says why, where its launcher has ended first."""
+
+    def said() -> str:
+        jobs = site.call("scontrol", "--oneliner", "show", "job")
+        logs = [
+            f"== {log.name}\n{log.read_text()}" for log in sorted((files[0].parent / "logs").glob("*")) if log.is_file()
+        ]
+        return "\n".join([f"{[file.name for file in files if not file.exists()]} missing", jobs, *logs, site.logs()])
+
+    until(lambda: launcher.poll() is not None or all(file.exists() for file in files), said)
+    if not all(file.exists() for file in files):
+        pytest.fail("\n".join([*launcher.communicate(), said()]))
 
 
 def test_four_nodes(site: Site, start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
@@ -118,7 +133,7 @@ def test_interrupt_cancels_the_job(
     site: Site, start: Callable[..., subprocess.Popen], tmp_path: Path, signum: int, status: int
 ) -> None:
     launcher = start(STUB, "launch", "sleep", tmp_path, 2)
-    until(lambda: all((tmp_path / f"run/env{rank}.json").exists() for rank in (0, 1)))
+    until_there(site, launcher, *(tmp_path / f"run/env{rank}.json" for rank in (0, 1)))
     assert any("slurm_stub.py" in task for task in site.tasks())
     launcher.send_signal(signum)
     _, err = launcher.communicate()
@@ -132,7 +147,7 @@ def test_interrupt_cancels_the_job(
 def test_job_that_is_cancelled_elsewhere(site: Site, start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     """The state of the job says why it ended, not the ranks that it took along."""
     launcher = start(STUB, "launch", "sleep", tmp_path, 2)
-    until(lambda: (tmp_path / "run/env1.json").exists())
+    until_there(site, launcher, tmp_path / "run/env1.json")
     (job,) = running(site)
     site.call("scancel", job)
     _, err = launcher.communicate()
@@ -160,19 +175,19 @@ def test_without_waiting(site: Site, start: Callable[..., subprocess.Popen], tmp
     (job,) = running(site)
     assert f"scancel {job}" in out
     # The launcher has gone, the job goes on; and the script that it has left can be submitted by hand.
-    until(lambda: (tmp_path / "run/life0-rank1").exists())
+    until((tmp_path / "run/life0-rank1").exists, site.logs)
     site.call("scancel", job)
     again = site.call("sbatch", "--parsable", str(tmp_path / "run/job.sh"))
-    until(lambda: site.call("squeue", "--noheader", "--format=%i %T") == f"{again} RUNNING")
+    until(lambda: site.call("squeue", "--noheader", "--format=%i %T") == f"{again} RUNNING", site.logs)
 
 
 def test_requeued_job_goes_on(site: Site, start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     launcher = start(STUB, "launch", "resumes", tmp_path, 2)
-    until(lambda: all((tmp_path / f"run/life0-rank{rank}").exists() for rank in (0, 1)))
+    until_there(site, launcher, *(tmp_path / f"run/life0-rank{rank}" for rank in (0, 1)))
     (job,) = running(site)
     (tmp_path / "run/errors").mkdir()
     (tmp_path / "run/errors/rank2.json").write_text("{}")  # of a life that is over
-    site.call("scontrol", "requeue", job)
+    site.requeue(job)
     out, err = launcher.communicate()
     assert (launcher.returncode, err) == (0, ""), site.logs()
     assert "running, restart 1" in out
@@ -199,7 +214,7 @@ def test_training_that_is_requeued_ends_with_a_record(
     until(lambda: launcher.poll() is not None or list((run_dir / "checkpoints").glob("step-????????/manifest.json")))
     assert launcher.poll() is None, launcher.communicate()
     (job,) = running(site)
-    site.call("scontrol", "requeue", job)
+    site.requeue(job)
     _, err = launcher.communicate()
     assert launcher.returncode == 0, (err, site.logs())
     assert slurm_job_state(site, job) == "COMPLETED"

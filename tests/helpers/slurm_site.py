@@ -42,8 +42,7 @@ SlurmctldPort={controller}
 SlurmUser=root
 AuthType=auth/munge
 CredType=cred/munge
-# Credentials that expire soon: a requeued job waits for that before it starts again.
-AuthInfo=socket={dir}/munge.sock,cred_expire=10
+AuthInfo=socket={dir}/munge.sock
 StateSaveLocation={dir}/state
 SlurmdSpoolDir={dir}/spool/%n
 SlurmctldPidFile={dir}/slurmctld.pid
@@ -62,6 +61,10 @@ SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,bf_interval=2,sched
 FirstJobId={first_job}
 ReturnToService=2
 KillWait=5
+# On a busy machine everything takes long. For the same reason credentials live as long as SLURM lets them: with 10 s, jobs
+# whose second node came late ended with "Job credential expired".
+BatchStartTimeout=300
+UnkillableStepTimeout=300
 MessageTimeout=60
 SlurmdTimeout=300
 TCPTimeout=30
@@ -94,6 +97,12 @@ class Site:
         """Runs a SLURM command; its output. Raises CalledProcessError."""
         env = {**os.environ, **self.env}
         return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip()
+
+    def requeue(self, job: str) -> None:
+        """Requeues a running job. It starts again in two seconds, not once all that its first life was given has expired."""
+        self.call("scontrol", "requeue", job)
+        until(lambda: self.call("squeue", "--noheader", "--format=%T", f"--jobs={job}") == "PENDING", self.logs)
+        self.call("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
     def tasks(self) -> list[str]:
         """Command lines of all processes that jobs have started here and that still run."""

@@ -16,7 +16,6 @@ def until(true: Callable[[], T], what: object = "it", within_s: float = 300, eve
     """
     deadline = time.monotonic() + within_s
     while not (found := true()):
-        said = what() if callable(what) else what
-        assert time.monotonic() < deadline, f"did not come about in {within_s} s: {said}"
+        assert time.monotonic() < deadline, f"did not come about in {within_s} s: {what() if callable(what) else what}"
         time.sleep(every_s)
     return found
