@@ -7,7 +7,9 @@ order:     2: second-order modulation, on workers and servers: z = u + 2 e - e',
 dead_zone: ratios u below it count as 0: such a coordinate goes to and fro.
 values:    "log8": what (0) sends, and V itself, has three values to the octave, which eight bits hold with the sign.
            "factored": V of a matrix is made of the sums of its rows and columns alone, as Adafactor's.
-dense:     "vectors": biases and norms move by the mean ratio in floats, as in Adam; "embeddings": the unit's largest matrix.
+dense:     "vectors": biases and norms move by the mean ratio in floats, as in Adam; "embeddings": the unit's largest matrix;
+           "all": every coordinate, so that nothing is quantized.
+windup:    workers clip ratios and errors at so many times c, not at c: what a rare large ratio asks for is sent later.
 """
 
 from __future__ import annotations
@@ -47,11 +49,12 @@ class SigmaDeltaResearch(SigmaDeltaAdam):
         dead_zone: float = 0.0,
         values: str = "fp32",
         dense: str = "none",
+        windup: float = 1.0,
         **options: Any,
     ) -> None:
-        self.order, self.dead_zone = order, dead_zone
+        self.order, self.dead_zone, self.windup = order, dead_zone, windup
         self.values = require_choice("values", values, "fp32", "log8", "factored")
-        self.dense = require_choice("dense", dense, "none", "vectors", "embeddings")
+        self.dense = require_choice("dense", dense, "none", "vectors", "embeddings", "all")
         super().__init__(params, *args, **options)
         for name, only in (("reduce", "two_phase"), ("errors", "fp32"), ("wire", "fp32")):
             require_choice(name, getattr(self, name), only)
@@ -65,7 +68,8 @@ class SigmaDeltaResearch(SigmaDeltaAdam):
         floats = torch.zeros(unit.padded, dtype=torch.bool, device=unit.device)
         largest = max(p.numel() for p in unit.params)
         for p, part in zip(unit.params, unit.views(floats), strict=True):
-            part.fill_(p.dim() < 2 if self.dense == "vectors" else self.dense != "none" and p.numel() == largest)
+            chosen = {"none": False, "vectors": p.dim() < 2, "embeddings": p.numel() == largest, "all": True}
+            part.fill_(chosen[self.dense])
         unit.buffers["floats"] = floats
 
     def exchange(self, unit: Unit, grad: Tensor, step: int) -> Requests[None]:
@@ -87,7 +91,8 @@ class SigmaDeltaResearch(SigmaDeltaAdam):
                     matrix.copy_(rows * columns / matrix.sum().clamp(min=1e-30))
             V.copy_(self._sent(V))
         below = V.double().sqrt_().float().add_(ratio["eps"])
-        u = torch.where(below > 0, m * (ratio["scale"] / scale) / torch.where(below > 0, below, 1.0), 0.0).clamp_(-1, 1)
+        u = torch.where(below > 0, m * (ratio["scale"] / scale) / torch.where(below > 0, below, 1.0), 0.0)
+        u.clamp_(-self.windup, self.windup)
         u[u.abs() < self.dead_zone] = 0.0
         rows = yield AllToAll(kernels.pack_signs(self._left(unit, "worker_error", u)))
         total = (2 * unpack(rows).sum(0, dtype=torch.int64) - n).float() * (gamma * scale / n)
@@ -110,7 +115,7 @@ class SigmaDeltaResearch(SigmaDeltaAdam):
         """u with what was owed; the sign of it is sent, and the rest becomes the error."""
         error = unit.state[name]
         if self.order == 1:
-            z, most = u + error, 1.0
+            z, most = u + error, self.windup if name == "worker_error" else 1.0
         else:
             before = unit.state[f"{name}_before"]
             z, most = u + 2 * error - before, 2.0
