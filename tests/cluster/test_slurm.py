@@ -65,18 +65,19 @@ def running(site: Site) -> list[str]:
     return site.call("squeue", "--noheader", "--format=%i").split()
 
 
-def until_there(site: Site, launcher: subprocess.Popen, *files: Path) -> None:
-    """Waits until the job has written the files. Fails at once, and says why, where its launcher has ended first."""
+def until_there(site: Site, launcher: subprocess.Popen, run_dir: Path, *patterns: str) -> None:
+    """Waits until the run has files of these patterns. Fails at once, and says why, where its launcher has ended first."""
+
+    def missing() -> list[str]:
+        return [pattern for pattern in patterns if not any(run_dir.glob(pattern))]
 
     def said() -> str:
+        logs = [f"== {log.name}\n{log.read_text()}" for log in sorted(run_dir.glob("logs/*")) if log.is_file()]
         jobs = site.call("scontrol", "--oneliner", "show", "job")
-        logs = [
-            f"== {log.name}\n{log.read_text()}" for log in sorted((files[0].parent / "logs").glob("*")) if log.is_file()
-        ]
-        return "\n".join([f"{[file.name for file in files if not file.exists()]} missing", jobs, *logs, site.logs()])
+        return "\n".join([f"{missing()} missing", jobs, *logs, site.logs()])
 
-    until(lambda: launcher.poll() is not None or all(file.exists() for file in files), said)
-    if not all(file.exists() for file in files):
+    until(lambda: launcher.poll() is not None or not missing(), said)
+    if missing():
         pytest.fail("\n".join([*launcher.communicate(), said()]))
 
 
@@ -133,7 +134,7 @@ def test_interrupt_cancels_the_job(
     site: Site, start: Callable[..., subprocess.Popen], tmp_path: Path, signum: int, status: int
 ) -> None:
     launcher = start(STUB, "launch", "sleep", tmp_path, 2)
-    until_there(site, launcher, *(tmp_path / f"run/env{rank}.json" for rank in (0, 1)))
+    until_there(site, launcher, tmp_path / "run", "env0.json", "env1.json")
     assert any("slurm_stub.py" in task for task in site.tasks())
     launcher.send_signal(signum)
     _, err = launcher.communicate()
@@ -147,7 +148,7 @@ def test_interrupt_cancels_the_job(
 def test_job_that_is_cancelled_elsewhere(site: Site, start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     """The state of the job says why it ended, not the ranks that it took along."""
     launcher = start(STUB, "launch", "sleep", tmp_path, 2)
-    until_there(site, launcher, tmp_path / "run/env1.json")
+    until_there(site, launcher, tmp_path / "run", "env1.json")
     (job,) = running(site)
     site.call("scancel", job)
     _, err = launcher.communicate()
@@ -183,7 +184,7 @@ def test_without_waiting(site: Site, start: Callable[..., subprocess.Popen], tmp
 
 def test_requeued_job_goes_on(site: Site, start: Callable[..., subprocess.Popen], tmp_path: Path) -> None:
     launcher = start(STUB, "launch", "resumes", tmp_path, 2)
-    until_there(site, launcher, *(tmp_path / f"run/life0-rank{rank}" for rank in (0, 1)))
+    until_there(site, launcher, tmp_path / "run", "life0-rank0", "life0-rank1")
     (job,) = running(site)
     (tmp_path / "run/errors").mkdir()
     (tmp_path / "run/errors/rank2.json").write_text("{}")  # of a life that is over
@@ -211,7 +212,7 @@ def test_training_that_is_requeued_ends_with_a_record(
     options += [f"output_dir={tmp_path / 'out'}", f"results_dir={tmp_path / 'results'}"]
     launcher = start("experiments/run.py", "+exp=digits", *options)
     run_dir = tmp_path / "out/digits/one"
-    until(lambda: launcher.poll() is not None or list((run_dir / "checkpoints").glob("step-????????/manifest.json")))
+    until_there(site, launcher, run_dir, "checkpoints/step-????????/manifest.json")
     assert launcher.poll() is None, launcher.communicate()
     (job,) = running(site)
     site.requeue(job)
