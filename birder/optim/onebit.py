@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from birder import kernels
-from birder.comm import AllGather, AllToAll, Communicator, Requests
-from birder.comm.late import Late
+from birder.comm import AcrossHolders, AllGather, AllToAll, Communicator, Requests
+from birder.comm.late import Late, sent
 from birder.optim.base import BucketOptimizer, Unit, gradient
 from birder.optim.layout import maxima
 from birder.optim.watch import FIRST, Counted, looked_at
@@ -138,6 +138,8 @@ class OneBitMethod(OneBitMean):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._with_variance: dict[int, Late] = {}
         """By unit, once variances are frozen: 1 for each parameter whose variance is not 0 everywhere."""
+        self._asking: Late | None = None
+        """Over shards: whether one of them asked for this again in the last step. None: all do."""
         self._lost = Counted()
         """Numbers that got a gradient outside of the support."""
         super().__init__(*args, **kwargs)
@@ -178,6 +180,7 @@ class OneBitMethod(OneBitMean):
     def forget_derived(self) -> None:
         super().forget_derived()
         self._with_variance.clear()
+        self._asking = None
         self._lost.clear()
 
     def check_step(self, step: int) -> None:
@@ -209,16 +212,20 @@ class OneBitMethod(OneBitMean):
 
     def before_update(self, step: int) -> Requests[None]:
         """The same over shards: one alone may have no variance where others have, as of an embedding with rows not yet seen.
-        Once, in the first step after the warm-up or after the state was loaded, and where a script has changed it.
+        In the first step after the warm-up or after the state was loaded, and a step after a script has changed it, on
+        whichever of them.
         """
-        if step <= self.warmup_steps or not self._sharded or len(self._with_variance) == len(self.units):
+        if step <= self.warmup_steps or not self._sharded:
             return
-        views = [view for unit in self.units for view in unit.views(unit.state["v"])]
-        largest = yield from maxima(self.comm, views)
-        for unit, row in zip(self.units, largest.split([len(unit.wholes) for unit in self.units]), strict=True):
-            self._with_variance[unit.index] = Late(row > 0)
-        for unit in self.units:
-            self._refuse_without_variance(unit)
+        if self._asking is None or any(self._asking.read()):
+            views = [view for unit in self.units for view in unit.views(unit.state["v"])]
+            largest = yield from maxima(self.comm, views)
+            for unit, row in zip(self.units, largest.split([len(unit.wholes) for unit in self.units]), strict=True):
+                self._with_variance[unit.index] = Late(row > 0)
+            for unit in self.units:
+                self._refuse_without_variance(unit)
+        asks = sent(torch.tensor([len(self._with_variance) < len(self.units)], device="cpu").long(), self.device)
+        self._asking = Late((yield AcrossHolders(asks, largest=True, counted=False)))
 
     def _refuse_without_variance(self, unit: Unit) -> None:
         there = self._with_variance[unit.index]

@@ -100,6 +100,25 @@ def test_a_frozen_variance_that_is_set_to_0_is_refused_as_under_ddp(method: str)
         assert "its variance is 0, so it would never move" in whole
 
 
+def variance_of_one_shard(rank: int, world: int, method: str) -> list[str]:
+    """The same where one rank alone sets what it holds of the layer to 0, and then the other one."""
+    model, optimizer, _ = hsdp("toy", make_mesh(1, world), method, {"lr": 0.01, "warmup_steps": 2})
+    train(model, optimizer, toy.loss, rank, range(1, 4))
+    variance, found = optimizer.state[model.second.weight]["v"], []  # type: ignore[index]
+    for changes in (world - 1, 0):
+        if rank == changes:
+            variance.zero_()
+        found.append(said(train, model, optimizer, toy.loss, rank, range(4, 7)))
+    return found
+
+
+@pytest.mark.parametrize("method", ["OneBitAdam", slow("OneBitLAMB")])
+def test_a_frozen_variance_that_one_rank_changes_keeps_nobody_waiting(method: str) -> None:
+    for one, both in run_ranks(variance_of_one_shard, 2, method):
+        assert one == "ok"
+        assert "its variance is 0, so it would never move" in both
+
+
 def spread(model: nn.Module) -> float:
     """The largest difference of a parameter between ranks."""
     mine = full(model)
