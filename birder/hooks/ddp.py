@@ -323,11 +323,12 @@ def _check_split(optimizer: BucketOptimizer, params: dict[str, Tensor]) -> None:
     what they hold in common. Torch marks parts so (torch.distributed.tensor.parallel.ddp)."""
     for name, spec in ((name, p._st_info) for name, p in params.items() if hasattr(p, "_st_info")):
         even = all(spec.shape[at.dim] % spec.mesh.size(i) == 0 for i, at in enumerate(spec.placements) if at.is_shard())
-        if not optimizer.elementwise or optimizer.max_grad_norm is not None or (optimizer.compressed and not even):
+        clips = [optimizer.max_grad_norm, *(group.get("tensor_clip") for group in optimizer.param_groups)]
+        if not optimizer.elementwise or any(c is not None for c in clips) or (optimizer.compressed and not even):
             raise RuntimeError(
-                f"tensor parallelism has split {name}{'' if even else ', in unequal parts'}: with DDP it takes SGDM, AdamW "
-                "or BertAdam, and with equal parts Birder, SigmaDeltaAdam or Lion, each without max_grad_norm. Other methods "
-                "have scales and norms of more than this rank's part"
+                f"tensor parallelism has split {name}{'' if even else ', in unequal parts'}: with DDP it takes SGDM, AdamW, "
+                "BertAdam(tensor_clip=None), and with equal parts Birder, SigmaDeltaAdam or Lion, each without "
+                "max_grad_norm. Other methods have scales and norms of more than this rank's part"
             )
 
 

@@ -22,6 +22,7 @@ REPLICATED = slice(3, 6)  # the second layer's bias and the normalisation
 METHODS: dict[str, Callable[..., Any]] = {
     "torch": torch.optim.AdamW,
     "adamw": birder.AdamW,
+    "bertadam": lambda params, lr: birder.BertAdam(params, lr=lr, tensor_clip=None),
     "birder": birder.Birder,
     "sigma_delta": birder.SigmaDeltaAdam,
     "lion": birder.Lion,
@@ -30,6 +31,7 @@ REFUSED = {
     "a scale": lambda params: birder.EfficientAdam(params),
     "1-bit Adam's scale": lambda params: birder.OneBitAdam(params, warmup_steps=2),
     "norms": lambda params: birder.LAMB(params),
+    "the norm of each tensor": lambda params: birder.BertAdam(params),
     "the norm of all": lambda params: birder.AdamW(params, max_grad_norm=1.0),
 }
 
