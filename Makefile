@@ -27,6 +27,10 @@ ASTRAY = $(if $(call OF,$1),$(filter-out help $(call OF,$1),$(MAKECMDGOALS)))
 $(foreach v,$(TYPED),$(if $(call ASTRAY,$v),$(error make $(firstword $(call ASTRAY,$v)) has no variable $v: $v is of make $\
 $(call OF,$v))))
 
+# One that is exported in the user's shell counts as well, but not without a word.
+$(foreach v,$(filter-out PYTHON VENV,$(LISTED)),$(if $(filter environment,$(origin $v)),$(if $(call ASTRAY,$v),,$\
+$(shell echo "$v comes from the environment" >&2))))
+
 # What the user gives is text: make would take $b in a path for a variable, and drop it. ARGS are words for the shell.
 $(foreach v,$(filter-out ARGS,$(LISTED)),$(eval override $v := $$(value $v)))
 # A value in the shell's quotes, whatever is in it.

@@ -146,6 +146,7 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
     given = _as_flags(arguments)
     name = first.parse_known_args(given)[0].suite
     parser = command.parser(__doc__)
+    parser.allow_abbrev = False
     parser.add_argument("--suite", help=f"of {', '.join(suites.names())}, or the path of a YAML file")
     if name is None and not {"-h", "--help"} & set(given):
         raise UserError(f"which suite? suite=NAME; there are: {', '.join(suites.names())}")
@@ -167,6 +168,10 @@ def parse(arguments: Sequence[str]) -> tuple[Suite, argparse.Namespace]:
     parser.add_argument("--elements", type=int, help="size of the kernels' tensors; default 2^24")
     options = parser.parse_args(given)
     assert suite is not None
+    for key in (a.partition("=")[0] for a in arguments if a.lower().endswith("=false")):
+        if not isinstance(vars(options).get(key.replace("-", "_")), bool):
+            switches = [k for k, v in vars(options).items() if isinstance(v, bool)]
+            raise UserError(f"{key}=false: no such switch{there_are(key, switches)}")
     for option, (known, _) in lists.items():
         setattr(options, option, _chosen(option, getattr(options, option), known))
     options.nodes = [int(n) for n in options.nodes]

@@ -162,7 +162,6 @@ def check(composed: Composed, *, rank_zero: bool = True) -> Workload:
         for key in ("output_dir", "results_dir"):
             rules.check_writable(key, Path(resolved[key]))
     made = workload(resolved)
-    rules.check_data(resolved["data"]["path"], made.name)
     check_classes(resolved)
     return made
 
@@ -194,6 +193,8 @@ def _resolve(composed: Composed) -> dict[str, Any]:
     rules.check_hook(everything)
     rules.check_device(everything["cluster"])
     rules.check_precision(everything)
+    rules.check_data(everything)
+    rules.check_parity(everything)
     rules.check_virtual(everything)
     schedules.check_keys(everything["train"]["lr_schedule"])
     if everything["run_name"] is None and everything["resume"] == "auto":

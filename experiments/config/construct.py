@@ -14,7 +14,7 @@ from experiments.config import validate
 from experiments.config.kinds import shown
 from experiments.config.schema_optimizer import OPTIMIZERS
 from experiments.records import record
-from experiments.workloads.files import fingerprint
+from experiments.workloads.files import ends_fingerprint, fingerprint
 from launch.base import Launcher
 from launch.errors import UserError, refused
 from launch.words import one_line
@@ -35,15 +35,18 @@ def workload(resolved: dict[str, Any]) -> Workload:
 
 
 def data(resolved: dict[str, Any]) -> dict[str, Any]:
-    """The section `data`, with `files`: the fingerprint of what the workload reads at data.path, of which records keep the
-    last component alone. Without it where that is nothing, or cannot be read, which the run itself will say."""
+    """The section `data`, with fingerprints of what records keep the last component of a path of: `files`, what the workload
+    reads at data.path, and `weights`, what its model begins with. Without one where that is nothing, or cannot be read, which
+    the run itself will say."""
     from experiments.workloads.base import Workload
 
     found = dict(resolved["data"])
-    if found["path"] is not None:
-        with contextlib.suppress(UserError, OSError):
-            if files := _construct(resolved["workload"], "workload", Workload).data_files():
-                found["files"] = fingerprint(files)
+    with contextlib.suppress(UserError, OSError):
+        made = _construct(resolved["workload"], "workload", Workload)
+        if found["path"] is not None and (files := made.data_files()):
+            found["files"] = fingerprint(files)
+        if files := made.weight_files():
+            found["weights"] = ends_fingerprint(files)
     return found
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config.kinds import shown
+from experiments.config.schema_optimizer import OPTIMIZERS
 from experiments.records import labels
 from launch.errors import UserError, refused
+from launch.words import there_are
 
 
 def check_hook(config: dict[str, Any]) -> None:
@@ -104,11 +106,21 @@ def check_scales(scales: dict[str, dict[str, Any]]) -> None:
             raise UserError(f"scales.{name} has no '{shown(absent[0])[1:-1]}', which another scale has: give it to all")
 
 
-def check_data(path: str | None, workload: str) -> None:
-    """Raises UserError for data that do not exist, also where the workload does not read any."""
-    try:
-        there = path is None or Path(path).exists()
-    except OSError:
-        there = False
-    if not there:
-        raise UserError(f"data.path={shown(path)} does not exist ({workload} does not read it)")
+def check_data(config: dict[str, Any]) -> None:
+    """Raises UserError for data that the workload of a resolved configuration does not read."""
+    path = config["data"]["path"]
+    if path is not None and "data_path" not in config["workload"]:
+        raise UserError(f"data.path={shown(path)}: {labels.workload(config)} reads no files, so leave it out")
+
+
+def check_parity(config: dict[str, Any]) -> None:
+    """Raises UserError for a baseline that names no optimizer: there would be no verdict, without a word."""
+    name, own = config["parity"]["baseline"], labels.class_name(config["optimizer"])
+    classes = [*(target.rpartition(".")[2] for target in OPTIMIZERS), own]
+    if name is None or name.lower() in map(str.lower, classes):
+        return
+    same = [c for c in classes if c.lower() == name.replace("_", "").lower()]
+    raise UserError(
+        f"parity.baseline={shown(name)} names no class of optimizer"
+        + (f": {same[0]}" if same else there_are(name, classes))
+    )

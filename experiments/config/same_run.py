@@ -48,6 +48,7 @@ FREE = (
     "evaluate",
     "train.eval_every",
     "train.timing_warmup",
+    "data.weights",  # a run that resumes has its own
 )
 _OF_THE_WORLD = ("cluster.nodes", "cluster.ranks_per_node")
 _FILES = "data.files"

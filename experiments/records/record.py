@@ -28,6 +28,8 @@ DIVERGED = "the loss is "
 """How the reason begins of a run whose loss was NaN or inf (experiments/training/loop.py)."""
 LATER = {"rounds_per_step", "steps", "turns"}
 """Fields that records of this schema may lack: they were added when there were records already."""
+FINGERPRINTS = ("files", "weights")
+"""What the section `data` of a record tells places of one name apart by (`data` of experiments/config/construct.py)."""
 LOCAL = "results/local"
 """Where runs write, below the working directory; git ignores it."""
 PUBLISHED = ROOT / "results" / "published"

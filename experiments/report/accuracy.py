@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.config.same_run import SAME_NUMBERS
 from experiments.records.labels import DENSE, class_name
-from experiments.records.record import ResultRecord, is_finite
+from experiments.records.record import FINGERPRINTS, ResultRecord, is_finite
 from experiments.report.comparison import Cell, Comparison, Setting, counts
 from experiments.report.differences import by_workload, grouped, order, variants
 from experiments.report.formats import DASH, mean_sd, numbered, task
@@ -250,10 +250,14 @@ def build(records: list[ResultRecord]) -> list[AccuracyTable]:
 
 
 def by_files(records: Sequence[ResultRecord]) -> dict[str, list[ResultRecord]]:
-    """Runs by the files of their data where these differ: two folders of one name. Older runs do not know theirs."""
-    files = {r.id: str((r.config.get("data") or {}).get("files") or "") for r in records}
-    several = len(set(files.values()) - {""}) > 1
-    return grouped(records, lambda r: f" (files {files[r.id][:8]})" if several and files[r.id] else "")
+    """Runs by the files of their data, and by the weights that they begin with, where these differ: two folders of one name.
+    Older runs do not know theirs."""
+    labels = dict.fromkeys((r.id for r in records), "")
+    for what in FINGERPRINTS:
+        found = {r.id: str((r.config.get("data") or {}).get(what) or "") for r in records}
+        if len(set(found.values()) - {""}) > 1:
+            labels |= {run: labels[run] + f" ({what} {print[:8]})" for run, print in found.items() if print}
+    return grouped(records, lambda r: labels[r.id])
 
 
 def _asked(r: ResultRecord) -> tuple[Any, ...]:

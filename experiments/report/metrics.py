@@ -217,7 +217,7 @@ class StatedParity(schema.Parity):
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """Mean of method - baseline over `n` seeds; no interval for a single one."""
+    """Mean of method - baseline over `n` seeds; no interval for a single one, or for two that differ by the same."""
 
     n: int = 1
 
@@ -262,7 +262,8 @@ class Difference(Estimate):
 
 
 def difference(method: Mapping[int, float], baseline: Mapping[int, float], relative: bool = False) -> Difference | None:
-    """Of the seeds that both have: values by seed. None without any, and where a baseline of 0 or less has no shares."""
+    """Of the seeds that both have: values by seed. None without any, and where a baseline of 0 or less has no shares. No
+    interval where two differ by the same: that proves little."""
     shared = sorted(set(method) & set(baseline))
     if not shared or (relative and any(baseline[s] <= 0 for s in shared)):
         return None
@@ -271,6 +272,8 @@ def difference(method: Mapping[int, float], baseline: Mapping[int, float], relat
     if len(d) < 2:
         return Difference(mean)
     reach = students_t(len(d)) * statistics.stdev(d) / math.sqrt(len(d))
+    if len(d) == 2 and mean and reach <= 1e-9 * abs(mean):  # as shares of a few hundred samples often give
+        return Difference(mean, n=2)
     return Difference(mean, mean - reach, mean + reach, len(d))
 
 

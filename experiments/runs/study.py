@@ -26,7 +26,7 @@ from experiments.config.kinds import shown
 from experiments.config.same_run import BOOKKEEPING, SAME_NUMBERS, changed_midway, differences, flatten, within
 from experiments.config.sweeps import SweepRun
 from experiments.records import labels, old_keys, privacy, record
-from experiments.records.record import ResultRecord, is_finite, loss_diverged
+from experiments.records.record import FINGERPRINTS, ResultRecord, is_finite, loss_diverged
 from experiments.report.accuracy import HELD_OUT
 from experiments.report.comparison import counts
 from experiments.runs import command, start
@@ -63,6 +63,13 @@ def asked(overrides: Sequence[str], nodes: int | None = None) -> tuple[tuple[str
     last = {key: in_one_spelling(value) for key, _, value in clean}
     ignored = (*BOOKKEEPING, *(() if last.get("evaluate") == "false" else SAME_NUMBERS))
     return tuple(sorted((k, v) for k, v in last.items() if not within(k, ignored)))
+
+
+def _torchruns_world(r: ResultRecord) -> list[str]:
+    """The size of a world that torchrun made before the run began: no override of the run's own says it."""
+    if r.cluster != "torchrun":
+        return []
+    return [f"cluster.nodes={r.nodes}", f"cluster.ranks_per_node={r.ranks_per_node}"]
 
 
 def _number_of_hosts(override: str, nodes: int | None) -> str:
@@ -143,8 +150,8 @@ class Study:
     """The runs of one experiment.
 
     results_dir: where runs are recorded. others: folders whose records count too; nothing is written there.
-    config:      of one of the runs, resolved: records of the same workload that read other files at its data.path do not
-                 count.
+    config:      of one of the runs, resolved: records of the same workload that read other files at its data.path, or began
+                 with other weights of the same name, do not count.
     dry_run:     run nothing, say what would be.
     known:       the latest record of each run, a good one before any other. warned: whether `warn` has said anything.
     failed:      runs that failed otherwise than by their loss. todo: runs that were not recorded.
@@ -164,7 +171,7 @@ class Study:
         own = {"data": compose.data(self.config), "workload": self.config["workload"]} if self.config else {}
         self._own = privacy.clean(own, Path.cwd())
         if others := self.read():
-            say(f"{count(others, 'record')} of other files at {self.config['data']['path']}: not counted")
+            say(f"{count(others, 'record')} of other files or weights under the same names: not counted")
 
     def read(self) -> int:
         """Takes in all records there are. Returns how many do not count because of their data."""
@@ -175,17 +182,18 @@ class Study:
                 if self._reads_others(r.config):
                     others += 1
                     continue
-                name = asked(r.overrides, r.nodes)
+                name = asked([*r.overrides, *_torchruns_world(r)], r.nodes)
                 if r.status == "completed" or name not in self.known or self.known[name].status != "completed":
                     self.known[name] = r
         return others
 
     def _reads_others(self, config: dict[str, Any]) -> bool:
-        """Whether a run has read other files than those that lie at the same data.path now."""
+        """Whether a run has read other files, or begun with other weights, than those that lie at the same place now."""
         if not self._own or config.get("workload") != self._own["workload"]:
             return False
         theirs, mine = config.get("data") or {}, self._own["data"]
-        return theirs.get("path") == mine["path"] and len({theirs.get("files"), mine.get("files")} - {None}) > 1
+        apart = [len({theirs.get(what), mine.get(what)} - {None}) > 1 for what in FINGERPRINTS]
+        return theirs.get("path") == mine["path"] and any(apart)
 
     def done(self, name: Hashable) -> ResultRecord | None:
         """The record of a run that need not be made again."""

@@ -65,7 +65,7 @@ class _Run:
         self.traffic = Traffic(self.method.attachment.counter, nic)
         self.method.seed(shard.rank)
         save, resize = self.config["checkpoint"], self.config.get("resume_resize") == "average"
-        self.checkpoints = Checkpoints(spec.path / "checkpoints", save["keep"], self.method, resize)
+        self.checkpoints = Checkpoints(spec.path / "checkpoints", save["keep"], self.method, spec.nodes, resize)
         self.save_every = int(save["every"])
         self.link = rank_link.of_run(spec, shard.device)  # of a real network: probed
         self.metrics: dict[str, float] = {}

@@ -22,12 +22,14 @@ from launch.errors import UserError
 class Checkpoints:
     """Saves and restores a training below `folder`: its model, optimizer, workload, loss scale and random states.
 
+    nodes:  of the run, for what is counted by nodes.
     resize: takes checkpoints of another number of ranks too (birder/checkpoint/elastic.py).
     """
 
     folder: Path
     keep: int
     method: AttachedMethod
+    nodes: int
     resize: bool = False
 
     def save(self, step: int, traffic: dict[str, int | None]) -> None:
@@ -36,6 +38,7 @@ class Checkpoints:
             "optimizer": self.method.optimizer.state_dict(),
             "workload": self.method.workload.state_dict(),
             "traffic": traffic,
+            "nodes": self.nodes,
             "rng": torch.get_rng_state(),
             # Batch statistics differ between ranks until DDP's next forward; rank 0's are what it broadcasts.
             "buffers": dict(self.method.ddp.module.named_buffers()),
@@ -65,7 +68,7 @@ class Checkpoints:
             raise UserError(f"cannot resume: {e}") from e
 
     def apply(self, found: checkpoint.Restored) -> dict[str, int | None] | None:
-        """Puts a checkpoint into effect. Returns the `traffic` that it was saved with; None of another number of ranks.
+        """Puts a checkpoint into effect. Returns the `traffic` that it was saved with; None of other nodes or ranks.
 
         Raises UserError when it is of another model or optimizer.
         """
@@ -88,7 +91,7 @@ class Checkpoints:
                 torch.set_rng_state(local["rng"])
             if "cuda_rng" in local and torch.cuda.is_available():
                 torch.cuda.set_rng_state(local["cuda_rng"])
-            return local.get("traffic")
+            return local.get("traffic") if local.get("nodes", self.nodes) == self.nodes else None
         except ValueError as e:
             raise UserError(f"cannot resume from {found.folder}: {e}") from e
         except (KeyError, TypeError, IndexError, AttributeError, RuntimeError, StopIteration) as e:

@@ -77,6 +77,10 @@ class Workload(ABC):
         """
         return ()
 
+    def weight_files(self) -> Sequence[Path]:
+        """Files or folders of the weights that the model begins with. Default: none."""
+        return ()
+
     @abstractmethod
     def prepare(self, shard: Shard) -> None:
         """Loads the data (this rank's view of it). Called once on every rank, before `build_model`."""

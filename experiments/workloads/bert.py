@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from birder.checkpoint import MANIFEST
 from experiments.workloads import weights
 from experiments.workloads.base import at_least, one_of
 from experiments.workloads.transformer import Transformer
@@ -63,6 +65,10 @@ class Bert(Transformer):
         super().check()
         if self.weights is not None:
             weights.find(self.weights)
+
+    def weight_files(self) -> Sequence[Path]:
+        of_run = () if self.weights is None else (weights.find(self.weights) / MANIFEST,)
+        return *super().weight_files(), *of_run
 
     def load_tokenizer(self, texts: Iterable[str]) -> None:
         super().load_tokenizer(texts)

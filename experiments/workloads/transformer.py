@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -56,6 +56,9 @@ class Transformer(Shuffled):
                 raise UserError(f"workload.model: no folder {folder}: give a checkpoint folder or a hub name")
             if not (folder / "config.json").is_file():
                 raise UserError(f"workload.model: {folder} holds no config.json, so it is not a checkpoint folder")
+
+    def weight_files(self) -> Sequence[Path]:
+        return [Path(self.model).expanduser()] if self.model is not None and _is_local(self.model) else ()
 
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
         return parameter.ndim > 1

@@ -311,7 +311,7 @@ def test_each_group_has_its_own_rate_times_the_schedule():
     assert made.lr == made.optimizer.param_groups[0]["lr"]
 
 
-def keeper(folder):
+def keeper(folder, nodes=1):
     """A training that has statistics, a loss scale and a state of its workload, and its checkpoints."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = birder.SGDM(model.parameters(), lr=0.1)
@@ -320,7 +320,7 @@ def keeper(folder):
     scaler = torch.amp.GradScaler("cpu")
     made = SimpleNamespace(ddp=SimpleNamespace(module=model), optimizer=optimizer, workload=workload, scaler=scaler)
     made.state = state
-    return made, Checkpoints(folder, 2, made)
+    return made, Checkpoints(folder, 2, made, nodes)
 
 
 def test_a_checkpoint_puts_back_all_that_the_next_step_depends_on(tmp_path, monkeypatch):
@@ -343,6 +343,8 @@ def test_a_checkpoint_puts_back_all_that_the_next_step_depends_on(tmp_path, monk
     theirs, mine = first.ddp.module.state_dict(), again.ddp.module.state_dict()
     assert {name for name in theirs if not torch.equal(theirs[name], mine[name])} == set()
     assert float(mine["1.num_batches_tracked"]) == 1
+    _, elsewhere = keeper(tmp_path, nodes=2)  # where bytes within and between nodes are others
+    assert elsewhere.apply(elsewhere.find()) is None
     kept = [[o.state_dict()["state"]] for o in (first.optimizer, again.optimizer)]
     digests = [hashlib.sha256() for _ in kept]
     for digest, state in zip(digests, kept, strict=True):

@@ -98,6 +98,9 @@ def test_a_key_and_a_flag_say_the_same() -> None:
     assert not options.no_kernels
     assert options.links == ["emulated", "loopback"]
     assert replay.parse(["suite=bench", "results=/my results [1]"])[1].results == "/my results [1]"
+    for wrong in ("kernels=false", "methods=false", "kernels=true"):  # kernels is no switch, nor short for one
+        with pytest.raises(UserError, match=r"no such switch|unrecognized"):
+            replay.parse(["suite=bench", wrong])
 
 
 def test_every_step_of_the_slowest_node_is_kept_and_nothing_is_called_a_percentile() -> None:

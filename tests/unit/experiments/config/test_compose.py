@@ -192,7 +192,9 @@ def test_unknown_names(overrides: list[str], words: str) -> None:
         (["workload._target_=os.system"], "workload._target_='os.system' is not a Workload"),
         (["cluster._target_=subprocess.Popen"], "cluster._target_='subprocess.Popen' is not a Launcher"),
         (["optimizer._target_=5"], "optimizer._target_ must be the full name of a class, not 5"),
-        (["data.path=/no/such/place"], "data.path='/no/such/place' does not exist (digits does not read it)"),
+        (["data.path=/no/such/place"], "data.path='/no/such/place': digits reads no files, so leave it out"),
+        (["parity.baseline=onebit_adam"], "parity.baseline='onebit_adam' names no class of optimizer: OneBitAdam"),
+        (["parity.baseline=sgd"], "names no class of optimizer; did you mean SGDM?"),
         (["workload.model=5"], "workload.model must be text, not 5"),
         (["workload.train_images=1.5"], "workload.train_images must be a whole number, or null, not 1.5"),
         (["+scales.quick.epoch=1"], "scales.paper has no 'epoch', which another scale has"),
@@ -268,7 +270,7 @@ def test_folders_with_any_name(name: str, quote: str, tmp_path: Path, monkeypatc
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / name).mkdir()
     for typed in (f"{tmp_path}/{name}", f"~/{name}"):
-        made = resolved("+exp=digits", *(f"{key}={quote}{typed}{quote}" for key in ("data.path", "output_dir")))
+        made = resolved("+exp=ptb", *(f"{key}={quote}{typed}{quote}" for key in ("data.path", "output_dir")))
         assert [made["data"]["path"], made["output_dir"]] == [f"{tmp_path}/{name}"] * 2
 
 

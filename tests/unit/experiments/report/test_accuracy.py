@@ -51,14 +51,17 @@ def test_accuracy_is_mean_and_sample_sd_and_lists_the_whole_grid() -> None:
 def test_data_sets_of_one_name_are_not_one_setting() -> None:
     """Where their files differ. A record that does not know its files goes with the others where those agree."""
 
-    def on(files: str | None, seed: int) -> ResultRecord:
+    def on(files: str | None, seed: int, weights: str | None = None) -> ResultRecord:
         made = score("Birder", 90.0 + seed, seed, 0.1)
-        return dataclasses.replace(made, config={**made.config, "data": {"path": "…/train", "files": files}})
+        data = {"path": "…/train", "files": files, "weights": weights}
+        return dataclasses.replace(made, config={**made.config, "data": data})
 
     assert [len(c.records) for t in accuracy.build([on(None, 0), on("ab", 1)]) for c in t.cells] == [2]
     apart = accuracy.build([on(None, 0), on("ab", 1), on("cd", 2)])
     assert [t.setting.data for t in apart] == ["digits", "digits (files ab)", "digits (files cd)"]
     assert [len(c.records) for t in apart for c in t.cells] == [1, 1, 1]
+    fine_tuned = accuracy.build([on("ab", 0, "cd"), on("ab", 1, "ef")])
+    assert [t.setting.data for t in fine_tuned] == ["digits (weights cd)", "digits (weights ef)"]
 
 
 def test_a_held_out_part_chooses_the_learning_rate() -> None:

@@ -30,13 +30,22 @@ def test_what_both_share_drops_out() -> None:
 
 def test_seeds_that_only_one_has_do_not_count() -> None:
     found = difference({0: 1.0, 1: 2.0, 7: 99.0}, {0: 0.0, 1: 1.0, 3: -99.0})
-    assert found == Difference(1.0, 1.0, 1.0, 2)
+    assert found == Difference(1.0, None, None, 2)
     assert difference({0: 1.0}, {1: 1.0}) is None
     assert difference({0: 1.0}, {0: 2.0}) == Difference(-1.0, None, None, 1)
 
 
+def test_two_seeds_that_differ_by_the_same_decide_nothing() -> None:
+    """Accuracies are multiples of 1/360 on digits: two differences are often equal, and Student's t of them would be 0."""
+    found = difference({0: 97.5, 1: 97.0}, {0: 96.5, 1: 96.0})
+    assert found is not None
+    assert found.verdict(0.5, True) == found.verdict(1.0, True) == "not decided"
+    assert found.p == 1.0
+    assert difference({0: 97.5, 1: 97.0}, {0: 97.5, 1: 97.0}) == Difference(0.0, 0.0, 0.0, 2)  # the same runs
+
+
 def test_relative_differences_are_shares_of_the_baseline() -> None:
-    found = difference({0: 103.0, 1: 206.0}, {0: 100.0, 1: 200.0}, relative=True)
+    found = difference({0: 103.0, 1: 206.0, 2: 309.0}, {0: 100.0, 1: 200.0, 2: 300.0}, relative=True)
     assert found is not None
     assert found.value == pytest.approx(0.03)
     assert found.text(relative=True) == "+3.00 [3.00, 3.00] %"

@@ -17,9 +17,16 @@ from tests.helpers import ROOT
 from tests.helpers.tiers import slow
 
 
-def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def make(*arguments: str, folder: Path = ROOT, **exported: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "NODES", "VENV")}
-    return subprocess.run(["make", "-C", str(folder), *arguments], capture_output=True, text=True, env=env)
+    return subprocess.run(["make", "-C", str(folder), *arguments], capture_output=True, text=True, env=env | exported)
+
+
+def test_make_says_which_variables_come_from_the_environment() -> None:
+    """They change what is trained, and nobody has typed them. Those of other targets change nothing."""
+    done = make("-n", f"VENV={sys.prefix}", "digits", SEED="7", GPU="a100")
+    assert "seed=7" in done.stdout
+    assert done.stderr == "SEED comes from the environment\n"
 
 
 @pytest.mark.parametrize("nodes", ["four", slow("0"), slow("-1")])

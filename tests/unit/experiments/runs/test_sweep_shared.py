@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from birder import checkpoint
 from experiments import sweep
 from experiments.config import compose
 from experiments.records import privacy, record
@@ -273,8 +276,41 @@ def test_two_folders_of_one_name_are_not_one_run(tmp_path: Path, capsys: pytest.
     record.write(made, tmp_path)
     assert known(places[0])
     assert not known(places[1])
-    assert f"1 record of other files at {places[1]}: not counted" in capsys.readouterr().out
+    assert "1 record of other files or weights under the same names: not counted" in capsys.readouterr().out
     del made.config["data"]["files"]  # one that is older
     record.write(made, tmp_path)
     assert known(places[0])
     assert known(places[1])
+
+
+def test_two_checkpoints_of_one_name_are_not_one_run(tmp_path: Path) -> None:
+    """Fine-tuning after two pre-trainings: the second one would show the first one's accuracy."""
+    places = [tmp_path / run / "pretrain" for run in ("adam", "birder")]
+    for number, place in enumerate(places):
+        kept = place / "checkpoints" / "step-00000001"
+        checkpoint.save(kept.parent, 1, {"parameters": {"w": torch.full((3,), float(number))}}, {}, 1)
+
+    def typed(place: Path) -> list[str]:
+        return ["+exp=digits", "workload=bert_squad", "optimizer=sgdm", f"workload.weights={place}"]
+
+    def known(place: Path) -> bool:
+        config = compose.resolve(compose.compose(typed(place)))
+        return study.Study("digits", str(tmp_path), config=config).done(study.asked(typed(place))) is not None
+
+    made = record.from_spec(compose.make_spec(compose.compose([*typed(places[0]), f"output_dir={tmp_path}"])))
+    record.write(made, tmp_path)
+    assert known(places[0])
+    assert not known(places[1])
+    elsewhere = tmp_path / "copied" / "pretrain"
+    shutil.copytree(places[0], elsewhere)
+    assert known(elsewhere)
+
+
+def test_a_run_in_torchruns_world_is_not_one_in_the_experiments(tmp_path: Path) -> None:
+    """It has no override that says how many ranks there were."""
+    typed = ["+exp=digits", "optimizer=sgdm", "optimizer.lr=0.1"]
+    record.write(a_record("SGDM fp32", exp="digits", cluster="torchrun", nodes=1, overrides=typed), tmp_path)
+    known = study.Study("digits", str(tmp_path))
+    assert not known.done(study.asked(typed))
+    ranks = record.read_all(tmp_path)[0].ranks_per_node
+    assert known.done(study.asked([*typed, "cluster.nodes=1", f"cluster.ranks_per_node={ranks}"]))

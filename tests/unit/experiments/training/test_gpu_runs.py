@@ -70,7 +70,7 @@ def test_a_checkpoint_has_the_state_of_the_gpus_generator(tmp_path: Path, monkey
         workload: Any = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
         wrapped = SimpleNamespace(module=model)
         method: Any = SimpleNamespace(ddp=wrapped, optimizer=optimizer, workload=workload, scaler=None)
-        return Checkpoints(tmp_path, 2, method)
+        return Checkpoints(tmp_path, 2, method, 1)
 
     first, again = made(), made()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
