@@ -72,6 +72,13 @@ def make_mean(tensors: Iterable[Tensor]) -> None:
             t.copy_(x.div_(world))
 
 
+def in_a_step(optimizer: Any) -> bool:
+    """Whether a step is half done: between backward and the end of `step`, with messages taken during backward. A framework
+    that saves then, as it does when a signal asks it to stop, has to wait for its end."""
+    method = unwrap_optimizer(optimizer)
+    return isinstance(method, BucketOptimizer) and (method._feeding or method._stepping)
+
+
 def rank_state(optimizer: BucketOptimizer) -> dict[str, Any]:
     """What this rank alone has: the optimizer's state, and the parameters where ranks' models differ."""
     own: dict[str, Any] = {"optimizer": optimizer.state_dict()}

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +45,9 @@ class BirderCallback(Callback):
     def __init__(self, any_world: bool = False, **options: Any) -> None:
         self.any_world, self.options = any_world, options
         self.attachment: birder.Attachment | None = None
-        self._loaded: dict[str, Any] = {}
+        self._late: list[Callable[[], None]] = []
+        """Checkpoints that were asked for in the middle of a step, by a signal."""
+        self._failed = False
         self._average = contextlib.ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -51,7 +55,7 @@ class BirderCallback(Callback):
         if trainer.world_size > 1:
             every_rank.make_equal(pl_module.parameters())
         if stage == "fit":
-            self._loaded = {}  # of an earlier fit that failed
+            self._late, self._failed = [], False  # of an earlier fit that failed
             self._attach_after_setup(trainer.strategy)
 
     def _attach_after_setup(self, strategy: Any) -> None:
@@ -86,17 +90,20 @@ class BirderCallback(Callback):
         if limit and every_rank.clips_in_vain(method, self.attachment.overlap):
             norm = "..." if trainer.gradient_clip_algorithm == "value" else limit  # of values it says nothing of a norm
             raise ValueError(f"Trainer(gradient_clip_val={limit}): {every_rank.no_clipping(method, norm)}")
-        every_rank.set_parameters(method, self._loaded)
-        self._loaded = {}
-        if method.local_models and "save_checkpoint" not in vars(trainer):
-            self._average_saved_weights(trainer)
+        if method.compressed and "save_checkpoint" not in vars(trainer):
+            self._save_whole_steps(trainer)
 
-    def _average_saved_weights(self, trainer: Trainer) -> None:
-        """Where models differ, a checkpoint of weights alone has their mean, too: Lightning calls no callback for it."""
+    def _save_whole_steps(self, trainer: Trainer) -> None:
+        """A checkpoint that a signal asks for in the middle of a step is made after it. Where models differ, one of weights
+        alone has their mean, too: Lightning calls no callback for it."""
         save = trainer.save_checkpoint
 
         def save_checkpoint(filepath: Any, weights_only: bool | None = None, *args: Any, **kwargs: Any) -> None:
-            with every_rank.averaged(self._method(trainer) if weights_only else None):
+            method = self._method(trainer)
+            if every_rank.in_a_step(method) and not self._failed:
+                self._late.append(functools.partial(save_checkpoint, filepath, weights_only, *args, **kwargs))
+                return
+            with every_rank.averaged(method if weights_only else None):
                 save(filepath, weights_only, *args, **kwargs)
 
         trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
@@ -118,7 +125,7 @@ class BirderCallback(Callback):
                     checkpoint[name] = copy.deepcopy(checkpoint[name])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keeps this rank's own part for `_attach`. Raises ValueError for another number of ranks.
+        """Raises ValueError for another number of ranks.
 
         To test, validate or predict, the model is enough.
         """
@@ -127,17 +134,17 @@ class BirderCallback(Callback):
         everyone = (checkpoint.get("optimizer_states") or [{}])[0].get(KEY)
         if everyone is None:
             return  # of one process, or of a dense method; another rank's state is refused by the optimizer
-        if len(everyone) == trainer.world_size:
-            self._loaded = everyone[trainer.global_rank]
-        elif not self.any_world:
+        if len(everyone) != trainer.world_size and not self.any_world:
             raise ValueError(
                 f"the checkpoint was saved by {len(everyone)} ranks, this run has {trainer.world_size}: "
                 f"use {len(everyone)} ranks, or BirderCallback(any_world=True)"
             )
 
     def _own_state(self, method: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's of every rank's."""
+        """This rank's of every rank's, and before it its own parameters: Lightning has given all ranks those of one."""
         if KEY in state:
+            if len(state[KEY]) == method.comm.world_size:
+                every_rank.set_parameters(method, state[KEY][method.comm.rank])
             return every_rank.fitting(method, [own["optimizer"] for own in state[KEY]], self.any_world)
         return every_rank.own_or_of_one(method, state, self.any_world)
 
@@ -157,6 +164,11 @@ class BirderCallback(Callback):
                 for p, x in zip(own, kept) if given else ():
                     p.copy_(x)
 
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        late, self._late = self._late, []
+        for save in late:
+            save()
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """SWA puts its average into the module, for one more epoch that trains nothing but batch norms."""
         self._average_averages(trainer, pl_module if trainer.fit_loop._skip_backward else None)
@@ -175,6 +187,7 @@ class BirderCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Validation has failed: a checkpoint that is saved now has this rank's own parameters again."""
+        self._failed = True  # this step does not end
         self.on_validation_end(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

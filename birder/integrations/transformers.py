@@ -53,6 +53,7 @@ class BirderTrainerMixin(_Trainer):
 
     def __init__(self, *args: Any, attach_options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.attach_options = dict(attach_options or {})
+        self._save_late = False
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -140,6 +141,16 @@ class BirderTrainerMixin(_Trainer):
     @property
     def _every_rank(self) -> EveryRank | None:
         return getattr(self.optimizer, "every_rank", None)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's. One that is asked for in the middle of a step (`enable_jit_checkpoint`) is made after it."""
+        self._save_late = every_rank.in_a_step(self.optimizer)
+        if not self._save_late:
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.control.should_save |= self._save_late
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         kept = self._every_rank

@@ -221,7 +221,9 @@ class MethodState(Method):
 
     def _whole_state(self) -> dict[str, Any]:
         torchs = _Torchs(self.param_groups, self._others()).state_dict()
-        torchs["state"][BY_UNIT] = {}
+        # By number as well: or torch's optimizers would take the parameters for new ones, and begin without moments.
+        numbers = [i for group in torchs["param_groups"] for i in group["params"]]
+        torchs["state"] = {i: {BY_UNIT: {}} for i in numbers} | torchs["state"] | {BY_UNIT: {}}
         if self._pending is not None:
             return self._pending | torchs
         self.pipeline.wait()
@@ -270,7 +272,7 @@ class MethodState(Method):
             self._reset_units()
         elif not live:
             self._load_units(state_dict)
-        others = {k: v for k, v in state_dict.get("state", {}).items() if k != BY_UNIT}
+        others = {k: v for k, v in state_dict.get("state", {}).items() if k != BY_UNIT and list(v or ()) != [BY_UNIT]}
         torchs = _Torchs(self.param_groups, {})
         torchs.load_state_dict({"state": others, "param_groups": state_dict["param_groups"]})
         self.__setstate__({"state": torchs.state, "param_groups": torchs.param_groups})

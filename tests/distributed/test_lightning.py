@@ -90,6 +90,8 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
         trainer.fit(module, lightning.DataLoader(lightning.circle(), 16))
         method = unwrap_optimizer(trainer.optimizers[0])
         found[f"{name} found"] = (method.steps, module.lr > 0, method.param_groups[0]["lr"] == module.lr)
+    found["search later"] = search_in_training(lightning, folder / "search")
+    found["in a step"] = saved_in_a_step(lightning, folder / "in a step.ckpt")
     found["clip"] = said(lambda: run("Birder", "clipping", 1, gradient_clip_val=1.0))
     found["other"] = said(lambda: run("other", "other", 1))
     return found
@@ -103,6 +105,51 @@ def after_a_failed_validation(trainer: Any) -> tuple[bool, bool]:
     during = toy.flat(module)
     callback.on_exception(trainer, module, RuntimeError("of the script"))
     return torch.equal(own, during), torch.equal(own, toy.flat(module))
+
+
+def fitted(lightning: ModuleType, module: Any, *callbacks: Any, **options: Any) -> str:
+    """What the error of a short fit says."""
+    os.environ.update(LOCAL_RANK=str(torch.distributed.get_rank()), WORLD_SIZE="2")
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    every = [*callbacks, lightning.BirderCallback()]
+    trainer = lightning.Trainer(accelerator="cpu", strategy="ddp", devices=2, callbacks=every, **quiet | options)
+    return said(lambda: trainer.fit(module, lightning.DataLoader(lightning.circle(), 16)))
+
+
+def search_in_training(lightning: ModuleType, folder: Path) -> tuple[str, bool]:
+    """What the finder of learning rates says in the second epoch, of models that differ, and whether it puts each rank's own
+    back."""
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    same = []
+
+    class Later(LearningRateFinder):
+        def on_fit_start(self, *args: Any) -> None:
+            return
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                before = toy.flat(pl_module)
+                self.lr_find(trainer, pl_module)
+                same.append(torch.equal(before, toy.flat(pl_module)))
+
+    module = lightning.Circle(*METHODS["CSER"])
+    module.lr = 0.05
+    later = Later(num_training_steps=8, early_stop_threshold=None)
+    return fitted(lightning, module, later, max_epochs=2, default_root_dir=folder), same == [True]
+
+
+def saved_in_a_step(lightning: ModuleType, path: Path) -> tuple[str, int]:
+    """A checkpoint asked for between backward and step, as a signal of SLURM's does; of which step it is."""
+
+    class Asks(Tested(lightning)):  # type: ignore[misc]
+        def on_after_backward(self) -> None:
+            if self.trainer.global_step == 1:
+                self.trainer.save_checkpoint(path)
+
+    error = fitted(lightning, Asks(*METHODS["Birder"]), max_steps=3)
+    torch.distributed.barrier()
+    return error, int(torch.load(path, weights_only=True)["global_step"])
 
 
 def next_fold(lightning: ModuleType, trainer: Any, path: Path) -> bool:
@@ -320,6 +367,17 @@ def test_lightning_finds_a_learning_rate(lit: Found) -> None:
 
 
 @pytest.mark.slow
+def test_lightning_searches_a_learning_rate_in_mid_training(lit: Found) -> None:
+    """It saves and restores: every rank has its own model and state again, where they differ."""
+    for found in lit:
+        assert found["search later"] == ("", True)
+
+
+def test_lightning_saves_after_the_step_that_is_under_way(lit: Found) -> None:
+    for found in lit:
+        assert found["in a step"] == ("", 2)
+
+
 def test_lightning_refuses_its_own_clipping_and_other_optimizers(lit: Found) -> None:
     for mine in lit:
         assert mine["clip"].startswith("ValueError: Trainer(gradient_clip_val=1.0): clipping by the framework")

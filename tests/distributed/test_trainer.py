@@ -85,6 +85,7 @@ def in_trainer(rank: int, world: int, folder: Path, resume: bool) -> dict[str, A
     found["evaluated first"] = said(early.train), toy.flat(early.model).numpy(), type(early.model_wrapped).__name__
     found["evaluated again"] = early.evaluate()["eval_loss"]
     found["no length"] = without_length(hf, folder)
+    found["in a step"] = saved_in_a_step(hf, folder)
     for name, backend in (("eager", None), ("compiled", "aot_eager")):
         run = hf.trainer(folder / name, 3, save_strategy="no", torch_compile_backend=backend)
         run.add_callback(OutOfMemory(rank, ()))  # the same dropout
@@ -109,6 +110,20 @@ def without_length(hf: Any, folder: Path) -> tuple[str, int, np.ndarray]:
     trainer = hf.trainer(folder / "no length", 4, gradient_accumulation_steps=2, save_strategy="no")
     trainer.train_dataset = Rows()
     return said(trainer.train), unwrap_optimizer(trainer.optimizer).steps, toy.flat(trainer.model).numpy()
+
+
+def saved_in_a_step(hf: Any, folder: Path) -> tuple[str, list[str]]:
+    """A checkpoint asked for between backward and step, as `enable_jit_checkpoint` does after a signal."""
+    from transformers import TrainerCallback
+
+    class Asks(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                trainer._save_checkpoint(trainer.model, trial=None)
+
+    trainer = hf.trainer(folder / "in a step", 3, save_strategy="no")
+    trainer.add_callback(Asks())
+    return said(trainer.train), [p.parent.name for p in (folder / "in a step").glob("*/trainer_state.json")]
 
 
 def two_stages(hf: Any, folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -226,6 +241,11 @@ def test_the_trainer_accumulates_over_the_end_of_a_dataset_without_length(traine
 
 
 @pytest.mark.slow
+def test_the_trainer_saves_after_the_step_that_is_under_way(trained: Found) -> None:
+    for found in trained:
+        assert found["in a step"] == ("", ["checkpoint-2"])
+
+
 def test_the_trainer_refuses_other_optimizers(trained: Found) -> None:
     assert all("optimizer of the birder package, got SGD" in mine["other"] for mine in trained)
 

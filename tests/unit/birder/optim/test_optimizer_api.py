@@ -309,3 +309,18 @@ def test_one_element_cut_out_of_others_trains_as_any(name: str) -> None:
             optimizer.step()
         ends.append(p.item())
     assert ends[0] == ends[1] < 1
+
+
+@pytest.mark.parametrize("method", [birder.AdamW, birder.OneBitAdam])
+def test_torchs_optimizer_does_not_start_afresh_with_a_state_of_ours(method: Any) -> None:
+    """Without the moments it would train on as if it had just begun, and say nothing."""
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = method([p], **{"warmup_steps": 2} if method is birder.OneBitAdam else {})
+    for _ in range(3):
+        p.grad = torch.ones(4)
+        optimizer.step()
+    theirs = torch.optim.AdamW([p])
+    with pytest.raises(KeyError, match="step"):
+        theirs.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert set(optimizer.state) <= {p}
