@@ -318,7 +318,8 @@ class MethodState(Method):
         if missing and "every_rank" in state_dict:
             raise ValueError(NOTE)
         if missing:
-            why = ANOTHERS if any(isinstance(number, int) for number in state_dict.get("state", ())) else BY_UNIT
+            known = state_dict.get("state", ())
+            why = ANOTHERS if BY_UNIT not in known and any(isinstance(key, int) for key in known) else BY_UNIT
             raise ValueError(f"this is not the state of {name}: it lacks {', '.join(missing)} ({why})")
         saved = state_dict.get("method", name)
         if saved != name:

@@ -71,7 +71,7 @@ def test_state_shows_views_of_what_is_kept_by_unit(name: str) -> None:
     assert shown >= len(list(model.parameters()))
     assert not copy.deepcopy(optimizer).state
     saved = optimizer.state_dict()
-    assert [k for k in saved["state"] if not isinstance(k, str)] == []
+    assert [k for k, kept in saved["state"].items() if not isinstance(k, str) and any(kept.values())] == []
     optimizer.bind()
     train(model, optimizer, range(4, 6))
     for entry in optimizer.state.values():

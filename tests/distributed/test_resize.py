@@ -58,10 +58,10 @@ def line(rule: str, seed: int, loss: float) -> dict[str, Any]:
 
 def test_the_table_shows_shares_of_the_unchanged_runs_loss() -> None:
     lines = [line("unchanged", s, 1.0) for s in (0, 1)]
-    lines += [line("mean", s, 1.0 + 0.01 * s) for s in (0, 1)] + [line("zeros", s, 1.1) for s in (0, 1)]
+    lines += [line("mean", s, 1.0 + 0.01 * s) for s in (0, 1)] + [line("zeros", s, 1.1 + 0.02 * s) for s in (0, 1)]
     (row,) = resize.table(lines).rows
-    # Student's t with one degree of freedom: 12.706 times the standard error, 0.5 %.
-    assert row == ("Birder, 4 → 2", "1.000", *["+0.50 [-5.85, 6.85] %", "+10.00 [10.00, 10.00] %"] * 2)
+    # Student's t with one degree of freedom: 12.706 times the standard errors, 0.5 and 1 %.
+    assert row == ("Birder, 4 → 2", "1.000", *["+0.50 [-5.85, 6.85] %", "+11.00 [-1.71, 23.71] %"] * 2)
 
 
 def test_published_losses_have_a_value_for_each_step_after_the_change() -> None:

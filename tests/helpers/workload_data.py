@@ -162,7 +162,7 @@ def tensors(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         return [batch]
     if isinstance(batch, dict):
-        return [t for key in sorted(batch) for t in tensors(batch[key])]
+        return [t for key in sorted(batch, key=str) for t in tensors(batch[key])]
     if isinstance(batch, tuple | list):
         return [t for part in batch for t in tensors(part)]
     return []
