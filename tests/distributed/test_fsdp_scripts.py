@@ -81,42 +81,28 @@ def test_a_layer_first_used_after_the_warm_up_is_refused_as_under_ddp(method: st
         assert result["True steps"] == 2
 
 
-def variance_set_to_0(rank: int, world: int, method: str) -> list[str]:
-    """What is said once a script has set the variance of a part of a layer to 0, and of all of it."""
+def variance_set_to_0(rank: int, world: int, method: str, alone: bool) -> list[str]:
+    """What is said once a script has set the variance of a part of a layer to 0, and of all of it. alone: one rank what it
+    holds, and then the other one."""
     model, optimizer, _ = hsdp("toy", make_mesh(1, world), method, {"lr": 0.01, "warmup_steps": 2})
     train(model, optimizer, toy.loss, rank, range(1, 4))
     variance, found = optimizer.state[model.second.weight]["v"], []  # type: ignore[index]
-    for part in (variance[rank:1], variance):
-        part.zero_()
-        found.append(said(train, model, optimizer, toy.loss, rank, range(4, 6)))
-    return found
-
-
-@pytest.mark.parametrize("method", ["OneBitAdam", slow("OneBitLAMB")])
-def test_a_frozen_variance_that_is_set_to_0_is_refused_as_under_ddp(method: str) -> None:
-    for part, whole in run_ranks(variance_set_to_0, 2, method):
-        assert part == "ok"
-        assert "second.weight had no gradient" in whole
-        assert "its variance is 0, so it would never move" in whole
-
-
-def variance_of_one_shard(rank: int, world: int, method: str) -> list[str]:
-    """The same where one rank alone sets what it holds of the layer to 0, and then the other one."""
-    model, optimizer, _ = hsdp("toy", make_mesh(1, world), method, {"lr": 0.01, "warmup_steps": 2})
-    train(model, optimizer, toy.loss, rank, range(1, 4))
-    variance, found = optimizer.state[model.second.weight]["v"], []  # type: ignore[index]
-    for changes in (world - 1, 0):
-        if rank == changes:
-            variance.zero_()
+    parts = [variance if rank == turn else None for turn in (world - 1, 0)] if alone else [variance[rank:1], variance]
+    for part in parts:
+        if part is not None:
+            part.zero_()
         found.append(said(train, model, optimizer, toy.loss, rank, range(4, 7)))
     return found
 
 
 @pytest.mark.parametrize("method", ["OneBitAdam", slow("OneBitLAMB")])
-def test_a_frozen_variance_that_one_rank_changes_keeps_nobody_waiting(method: str) -> None:
-    for one, both in run_ranks(variance_of_one_shard, 2, method):
-        assert one == "ok"
-        assert "its variance is 0, so it would never move" in both
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_frozen_variance_that_is_set_to_0_is_refused_as_under_ddp(method: str, alone: bool) -> None:
+    """Also where one rank alone does so: nobody is kept waiting."""
+    for part, whole in run_ranks(variance_set_to_0, 2, method, alone):
+        assert part == "ok"
+        assert "second.weight had no gradient" in whole
+        assert "its variance is 0, so it would never move" in whole
 
 
 def spread(model: nn.Module) -> float:
