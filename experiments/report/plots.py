@@ -226,7 +226,7 @@ def accuracies(studies: Studies) -> bytes | None:
             for row in panel.rows:
                 _gap(axes, labels.index(row.label), row, panel)
             axes.set_xlim(*_upwards(panel, 1.1))
-            axes.set_xlabel(panel.axis)
+            axes.set_xlabel(textwrap.fill(panel.axis, 22))
             axes.set_title(textwrap.fill(f"{panel.title}; to {panel.baseline}", 26), loc="left", fontsize=8)
         grid[0, 0].set_yticks(range(len(labels)), labels)
         grid[0, 0].set_ylim(-0.7, len(labels) - 0.3)
