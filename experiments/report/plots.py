@@ -28,9 +28,9 @@ BARS = 6.0
 """Inches of the panel of step times, at least."""
 LINE = 0.15
 """Inches of a legend's line."""
-WIDE = 1.9
-"""Inches of a study's panel."""
-ACROSS, COLUMNS = 4, 3
+WIDE, ROOM = 5.2, 1.4
+"""Inches of a study's panel with its labels; height of a panel above its first and below its last row, in rows."""
+ACROSS, COLUMNS = 2, 3
 """Panels of studies next to each other; the same where bytes are shown."""
 GREY = "#888888"
 VERDICTS = {PARITY: "#228833", BETTER: "#4477aa", WORSE: "#ee6677", OPEN: GREY}
@@ -208,28 +208,29 @@ def _difference(axes: Axes, place: int, p: Point, found: Against, tint: str) -> 
 
 
 def accuracies(studies: Studies) -> bytes | None:
-    """A column for each study, a row for each method. Right is better in every column. None without intervals."""
+    """A panel for each study, a row for each of its methods. Right is better in every panel. None without intervals."""
     found = gaps.panels(studies)
     if not found:
         return None
-    labels = sorted(dict.fromkeys(row.label for panel in found for row in panel.rows), key=_order)[::-1]
+    columns = min(ACROSS, len(found))
+    lines = [max(len(panel.rows) for panel in found[i : i + columns]) for i in range(0, len(found), columns)]
     with figure.styled():
-        rows = -(-len(found) // ACROSS)
-        columns = -(-len(found) // rows)
-        made = figure.blank(3.0 + WIDE * columns, 1.0 + rows * (0.5 + 0.24 * len(labels)))
-        grid = made.subplots(rows, columns, sharey=True, squeeze=False)
+        made = figure.blank(WIDE * columns, 0.6 + sum(0.9 + 0.2 * n for n in lines))
+        grid = made.subplots(len(lines), columns, squeeze=False, height_ratios=[n + ROOM for n in lines])
         for axes in grid.flat[len(found) :]:
             axes.remove()
-        for axes, panel in zip(grid.flat, found, strict=False):
+        for place, (axes, panel) in enumerate(zip(grid.flat, found, strict=False)):
             axes.axvspan(-panel.margin, panel.margin, color=VERDICTS[PARITY], alpha=0.12, linewidth=0)
             axes.axvline(0, color=GREY, linewidth=0.8)
-            for row in panel.rows:
-                _gap(axes, labels.index(row.label), row, panel)
+            top = lines[place // columns] - 1
+            rows = sorted(panel.rows, key=lambda row: _order(row.label))
+            for down, row in enumerate(rows):
+                _gap(axes, top - down, row, panel)
+            axes.set_yticks([top - down for down in range(len(rows))], [row.label.replace(OURS, "") for row in rows])
+            axes.set_ylim(-ROOM / 2, top + ROOM / 2)
             axes.set_xlim(*_upwards(panel, 1.1))
-            axes.set_xlabel(textwrap.fill(panel.axis, 22))
-            axes.set_title(textwrap.fill(f"{panel.title}; to {panel.baseline}", 26), loc="left", fontsize=8)
-        grid[0, 0].set_yticks(range(len(labels)), labels)
-        grid[0, 0].set_ylim(-0.7, len(labels) - 0.3)
+            axes.set_xlabel(panel.axis)
+            axes.set_title(textwrap.fill(f"{panel.title}; to {panel.baseline}", 38), loc="left", fontsize=8)
         _verdict_key(made, grid[0, 0])
         figure.head(made, gaps.point(found), sentences.say("panels_setting"))
         return figure.png(made, [[panel] for panel in found])
