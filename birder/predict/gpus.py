@@ -83,6 +83,8 @@ class GPU:
 
 
 NVLINK2, NVLINK3, NVLINK4, NVLINK5 = ((gb, "NVLink") for gb in (150.0, 300.0, 450.0, 900.0))
+NVLINK_LIMITED = (200.0, "NVLink")
+"""Of an A800 and an H800."""
 PCIE3, PCIE4, PCIE5 = ((gb, "PCIe") for gb in (16.0, 32.0, 64.0))
 
 
@@ -111,8 +113,12 @@ GPUS: dict[str, GPU] = {
         GPU("a100-sxm-40gb", "A100 SXM 40 GB", _A100, 1555, 40, *NVLINK3),
         GPU("a100-pcie-80gb", "A100 PCIe 80 GB", _A100, 1935, 80, *PCIE4, 0.96),
         GPU("a100-pcie-40gb", "A100 PCIe 40 GB", _A100, 1555, 40, *PCIE4, 0.96),
+        GPU("a800-sxm", "A800 SXM", _A100, 2039, 80, *NVLINK_LIMITED),
+        GPU("a800-pcie", "A800 PCIe", _A100, 1935, 80, *PCIE4, 0.96),
+        GPU("a30", "A30", _peaks(10.3, 82.0, 165.0), 933, 24, *PCIE4),
         GPU("h100-sxm", "H100 SXM", _H100, 3350, 80, *NVLINK4, HOT, HOPPER),
         GPU("h100-pcie", "H100 PCIe", _H100_PCIE, 2000, 80, *PCIE5, HOT, HOPPER),
+        GPU("h800-sxm", "H800 SXM", _H100, 3350, 80, *NVLINK_LIMITED, HOT, HOPPER),
         GPU("h200", "H200", _H100, 4800, 141, *NVLINK4, HOT, HOPPER),
         GPU("h20", "H20", _peaks(44.0, 74.0, 148.0), 4000, 96, *NVLINK4),
         GPU("b200", "B200", _peaks(75.0, 1125.0, 2250.0), 8000, 180, *NVLINK5, 0.73, HOPPER),

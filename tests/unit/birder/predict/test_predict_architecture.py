@@ -188,6 +188,12 @@ def test_a_small_model_waits_for_the_host() -> None:
     assert t.step_ms == pytest.approx(found.timeline(find("b200")).step_ms, rel=0.02)  # no GPU is fast enough
 
 
+@pytest.mark.parametrize(("limited", "full"), [("a800", "a100"), ("h800", "h100")])
+def test_a_gpu_of_limited_nvlink_computes_as_the_full_one_and_sends_slower(limited: str, full: str) -> None:
+    assert work(4, "bf16").timeline(find(limited)).step_ms == work(4, "bf16").timeline(find(full)).step_ms
+    assert find(limited).link.gbps < find(full).link.gbps
+
+
 def test_a_parameter_without_gradient_is_named() -> None:
     with torch.device("meta"):
         net, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.randn(2, 4)
@@ -207,6 +213,10 @@ def test_a_parameter_without_gradient_is_named() -> None:
         ("4090", "rtx-4090"),
         ("NVIDIA GeForce RTX 5090", "rtx-5090"),
         ("NVIDIA H20", "h20"),
+        ("NVIDIA A800-SXM4-80GB", "a800-sxm"),
+        ("NVIDIA A800 80GB PCIe", "a800-pcie"),
+        ("NVIDIA H800", "h800-sxm"),
+        ("NVIDIA A30", "a30"),
         ("Tesla V100-SXM2-32GB", "v100-sxm"),
         ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
         ("T4 PCIe", "t4"),
