@@ -48,6 +48,8 @@ TORCHRUN = "logs/torchrun"
 """Where in a run directory torchrun keeps its files."""
 _AGAIN = "---- started again ----\n"
 """In logs, which all starts of a run share: what is above is of an earlier one."""
+FULL = 1 << 16
+"""Bytes. On a disk with less than that, neither ranks nor torchrun can say what went wrong."""
 
 
 class RunFailed(Exception):
@@ -156,6 +158,8 @@ def explain(run_dir: Path, killed: list[dict[str, Any]], agent: int, code: int, 
         return Cause(lost)
     if code < 0 and not causes:
         return Cause(f"node {agent}: its torchrun agent was ended by {_signal_name(-code)}")
+    if not causes and shutil.disk_usage(run_dir).free < FULL:
+        return Cause(f"{run_dir}: no space left on device; free space or set output_dir=FOLDER on another disk")
     killed = killed or _killed_in_logs(run_dir, errors)
     if killed and not causes:
         first = killed[0]

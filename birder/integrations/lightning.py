@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,11 @@ class BirderCallback(Callback):
     def _attach(self, trainer: Trainer) -> None:
         method = self._method(trainer)
         if method is None:
-            raise TypeError("BirderCallback needs one optimizer of the birder package from configure_optimizers")
+            found = ", ".join(type(unwrap_optimizer(o)).__name__ for o in trainer.optimizers) or "none"
+            raise TypeError(
+                f"BirderCallback needs one optimizer of the birder package from configure_optimizers, and found {found}: use "
+                "one for all parameters, or a plain loop, where each optimizer is attached"
+            )
         if trainer.world_size > 1 or self.any_world:
             method.register_load_state_dict_pre_hook(self._own_state)
         if trainer.world_size == 1:
@@ -94,13 +99,22 @@ class BirderCallback(Callback):
             self._save_whole_steps(trainer)
 
     def _save_whole_steps(self, trainer: Trainer) -> None:
-        """A checkpoint that a signal asks for in the middle of a step is made after it. Where models differ, one of weights
-        alone has their mean, too: Lightning calls no callback for it."""
+        """A checkpoint that a signal asks for in the middle of a step is made after it, of an exception there none.
+        Where models differ, one of weights alone has their mean, too: Lightning calls no callback for it.
+        """
         save = trainer.save_checkpoint
 
         def save_checkpoint(filepath: Any, weights_only: bool | None = None, *args: Any, **kwargs: Any) -> None:
             method = self._method(trainer)
-            if every_rank.in_a_step(method) and not self._failed:
+            if every_rank.in_a_step(method):
+                if self._failed:  # it has no end, and state_dict() would hide why
+                    warnings.warn(
+                        f"{filepath} is not saved: the step that failed is half done, with messages taken in backward. "
+                        "Resume from the checkpoint before",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                    return
                 self._late.append(functools.partial(save_checkpoint, filepath, weights_only, *args, **kwargs))
                 return
             with every_rank.averaged(method if weights_only else None):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,15 @@ ALONE = (
     "other ranks did not come to step {step} in time: one of them left the loop, or skipped the step. p.grad is each rank's "
     "own, so let all ranks decide by what is the same on all of them, such as an averaged loss ({why})"
 )
+GONE = (
+    "another rank has ended before step {step} was done. What it said comes first; if it ended well, give all ranks the same "
+    "number of batches ({why})"
+)
+MISSED = (
+    (re.compile("Timed out"), ALONE),
+    (re.compile("closed by peer|reset by peer|Broken pipe|remote process exited", re.IGNORECASE), GONE),
+)
+"""What a collective raises where other ranks do not come, and what that means."""
 
 
 class BucketOptimizer(Guards):
@@ -262,8 +272,11 @@ class BucketOptimizer(Guards):
             run(self.comm, self.stepping())
         except BaseException as error:
             self.give_up()
-            if isinstance(error, RuntimeError) and "Timed out" in str(error):
-                raise RuntimeError(ALONE.format(step=self.steps + 1, why=str(error).splitlines()[0])) from error
+            if isinstance(error, RuntimeError):
+                for words, meaning in MISSED:
+                    if words.search(str(error)):
+                        why = str(error).splitlines()[0]
+                        raise RuntimeError(meaning.format(step=self.steps + 1, why=why)) from error
             raise
         return loss
 

@@ -27,6 +27,8 @@ from birder.optim.base import BucketOptimizer, Unit, gradient
 from birder.optim.layout import maxima
 from birder.optim.watch import FIRST, Counted, looked_at
 
+FAR = 1000.0
+"""Times lr. Adam itself moves a number by a few lr in a step."""
 Exchange = Requests[Tensor]
 """Ends with the messages of all servers, in element order: uint8[shards workers, message_bytes of a chunk]."""
 
@@ -142,6 +144,8 @@ class OneBitMethod(OneBitMean):
         """Over shards: whether one of them asked for this again in the last step. None: all do."""
         self._lost = Counted()
         """Numbers that got a gradient outside of the support."""
+        self._far = Counted()
+        """Numbers that were moved further than FAR lr in a step."""
         super().__init__(*args, **kwargs)
 
     def taking_part(self, unit: Unit) -> Tensor:
@@ -182,10 +186,16 @@ class OneBitMethod(OneBitMean):
         self._with_variance.clear()
         self._asking = None
         self._lost.clear()
+        self._far.clear()
 
     def check_step(self, step: int) -> None:
         """Raises RuntimeError for a parameter whose first gradient comes when variances are frozen: it would never move.
-        Warns of one of which that is true in part."""
+        Warns of one of which that is true in part, and of one that was moved too far."""
+        self._far.warn(
+            self,
+            f"move by more than {FAR:.0f} lr in a step, as their frozen variance is nearly 0: "
+            "raise eps, or use a longer warm-up",
+        )
         if step <= self.warmup_steps:
             return
         self._lost.warn(
@@ -209,6 +219,22 @@ class OneBitMethod(OneBitMean):
         if mask is None or self._lost.warned or late <= 0 or not looked_at(FIRST + late):
             return
         self._lost.note(unit, (grad != 0).logical_and_(~mask))
+
+    def note_far(self, unit: Unit, numerator: Tensor, *, lr: float, correction: float = 1.0, step: int) -> None:
+        """Counts the numbers for which numerator / (sqrt(v) / correction + eps) is more than FAR lr. Once the variance is
+        frozen they go as far in every step. More and more seldom, on one of the ranks that have the same."""
+        frozen_for = step - self.warmup_steps
+        if (
+            self._far.warned
+            or (self.comm.rank and not self._sharded)
+            or frozen_for < 1
+            or frozen_for & (frozen_for - 1)
+        ):
+            return
+        eps, far = unit.group["eps"], torch.zeros_like(numerator, dtype=torch.bool)
+        for part, n, v in zip(unit.views(far), unit.views(numerator), unit.state_views("v"), strict=True):
+            part.copy_(n.abs() > v.sqrt().div_(correction).add_(eps).mul_(FAR * lr))
+        self._far.note(unit, far)
 
     def before_update(self, step: int) -> Requests[None]:
         """The same over shards: one alone may have no variance where others have, as of an embedding with rows not yet seen.

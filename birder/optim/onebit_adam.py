@@ -88,8 +88,10 @@ class OneBitAdam(OneBitMethod):
                 if not params:
                     continue
                 adam_moments(m, v, grads, beta1, beta2)
-            rate, correction = lr, 1.0
+            first, correction = 1.0, 1.0
             if self.bias_correction:
-                rate, correction = lr / (1 - beta1**step), (1 - beta2 ** min(step, self.warmup_steps)) ** 0.5
+                first, correction = 1 - beta1**step, (1 - beta2 ** min(step, self.warmup_steps)) ** 0.5
+            if plan is Plan.COMPRESSED:
+                self.note_far(unit, unit.state["m"], lr=first, correction=correction, step=step)
             keep = 1 - lr * group["weight_decay"]
-            kernels.move_adam(params, m, v, rate=rate, correction=correction, eps=group["eps"], keep=keep)  # (5)
+            kernels.move_adam(params, m, v, rate=lr / first, correction=correction, eps=group["eps"], keep=keep)  # (5)

@@ -337,7 +337,8 @@ class MethodState(Method):
         if differs and saved != mine:
             raise ValueError(
                 f"state of {name} was saved with {saved[0]} workers x {saved[1]} shards, "
-                f"this run has {mine[0]} x {mine[1]}: resume with the same number of nodes and ranks"
+                f"this run has {mine[0]} x {mine[1]}: resume with the same number of nodes and ranks, "
+                "or by birder.checkpoint.elastic"
             )
         rank = state_dict.get("rank", self.comm.rank)
         if differs and rank != self.comm.rank:

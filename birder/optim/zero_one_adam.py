@@ -184,7 +184,7 @@ class ZeroOneAdam(OneBitMethod):
                 self.move(unit)
                 self.watch.note(unit)
                 continue
-            yield from self._sync(unit, signs, changed)
+            yield from self._sync(unit, signs, changed, step)
             if mean is not None:
                 self.update_variance(unit, mean)
 
@@ -194,7 +194,7 @@ class ZeroOneAdam(OneBitMethod):
             torch._foreach_mul_(unit.params, 1.0 - lr * decay)
         self._subtract(unit, unit.state["m"], lr)
 
-    def _sync(self, unit: Unit, signs: Tensor, changed: bool) -> Requests[None]:
+    def _sync(self, unit: Unit, signs: Tensor, changed: bool, step: int) -> Requests[None]:
         """(5)-(7). Nothing in it depends on the rank: after it all ranks have the same m and x, bit for bit."""
         u, start = unit.state["u"], unit.state["last"]
         rate, kept = unit.state["sums"].tolist()
@@ -207,6 +207,7 @@ class ZeroOneAdam(OneBitMethod):
             torch._foreach_mul_(unit.params, kept)
         self._subtract(unit, u, 1.0)
         if rate:
+            self.note_far(unit, u, lr=rate, step=step)
             unit.state["m"].copy_(u).div_(rate)
         u.zero_()
         self.watch.forget(unit)

@@ -14,7 +14,7 @@ from experiments.config import validate
 from experiments.config.kinds import shown
 from experiments.config.schema_optimizer import OPTIMIZERS
 from experiments.records import record
-from experiments.workloads.files import ends_fingerprint, fingerprint
+from experiments.workloads.files import ends_fingerprint, fingerprint, reading
 from launch.base import Launcher
 from launch.errors import UserError, refused
 from launch.words import one_line
@@ -30,7 +30,8 @@ def workload(resolved: dict[str, Any]) -> Workload:
     from experiments.workloads.base import Workload
 
     made = _construct(resolved["workload"], "workload", Workload)
-    made.check()
+    with reading(resolved["data"]["path"]):
+        made.check()
     return made
 
 

@@ -237,7 +237,7 @@ def write_file(path: Path, content: bytes, what: str) -> None:
 
 def read(path: str | Path) -> ResultRecord:
     """The record in a file that `write` made. Raises UserError for anything else."""
-    with refused(f"{path} is not a readable record", OSError, ValueError):
+    with refused(f"{path} is not a readable record", OSError, ValueError, way_on="bring it back, or remove it"):
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -208,7 +208,6 @@ class _Run:
             "higher_is_better": self.workload.higher_is_better,
             "all": self.metrics,
         }
-        tracker.close(self.metrics)
         written = record.write(
             record.from_spec(
                 spec,
@@ -224,6 +223,7 @@ class _Run:
             ),
             self.config["results_dir"],
         )
+        tracker.close(self.metrics)  # only now: a run whose record cannot be written has failed
         value = f", {name} {self.metrics[name]:.2f}" if name in self.metrics else ""
         typical = "virtual workers: no times" if self.virtual else "too few steps to time"
         typical = f"{timing[timing['typical'] + '_ms']:.0f} ms a step" if timing["steps"] else typical

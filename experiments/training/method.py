@@ -20,6 +20,7 @@ from experiments.training.products import products_of
 from experiments.training.sharded import ShardedModel, Wrapped
 from experiments.training.torch_hooks import HookAttachment, attach_hook
 from experiments.workloads.base import Batch, Shard, Workload
+from experiments.workloads.files import reading
 from launch.errors import UserError, refused
 from launch.spec import RunSpec
 
@@ -60,7 +61,8 @@ def begin(spec: RunSpec, shard: Shard, world_size: int) -> tuple[Workload, Lengt
     """The workload with its data, how long the run is, and the initial model, the same on every rank. Raises UserError."""
     torch.manual_seed(spec.seed)
     workload: Workload = hydra.utils.instantiate(spec.config["workload"])
-    workload.prepare(shard)
+    with reading(spec.config["data"]["path"]):
+        workload.prepare(shard)
     length = Length(spec.config, workload, world_size)
     return workload, length, workload.build_model().to(shard.device)
 

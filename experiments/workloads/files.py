@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +52,18 @@ def ends_fingerprint(paths: Iterable[Path]) -> str:
                 content.seek(max(0, size - HEAD))
                 found.update(content.read())
     return found.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def reading(data_path: str | Path | None) -> Iterator[None]:
+    """What the system says of a file at `data_path`, or in it, as UserError."""
+    try:
+        yield
+    except OSError as error:
+        root = None if data_path is None else Path(data_path).expanduser()
+        if root is None or error.filename is None or not Path(error.filename).is_relative_to(root):
+            raise
+        raise UserError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
 
 
 def existing_dir(path: str | Path, what: str) -> Path:

@@ -88,6 +88,8 @@ def read_tsv(file: Path, task: Task) -> list[Example]:
     for row in rows:
         if len(row) > max(columns) and (label := _label(row[columns[-1]].strip(), task)) is not None:
             examples.append(Example(tuple(row[c].strip() for c in columns[:-1]), label))
+    if not rows:
+        raise UserError(f"{file} holds no row")
     if len(examples) < max(1, 0.99 * len(rows)):
         raise UserError(f"{file}: {len(rows) - len(examples)} of {len(rows)} rows are not {task.folder}'s")
     return examples

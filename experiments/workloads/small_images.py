@@ -158,12 +158,17 @@ class OfTorchvision(SmallImages):
 
         root, load = Path(str(self.data_path)).expanduser(), getattr(datasets, self.dataset)
         try:
-            train, test = (load(str(root), train=part, download=False) for part in (True, False))
+            train, test = (_split(load(str(root), train=part, download=False)) for part in (True, False))
+            for images, labels in (train, test):
+                if (len(images), *self.shape) != (len(labels), *images.shape[1:]):
+                    raise ValueError("images and labels that do not belong together")
+                if not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
+                    raise ValueError("labels of other classes")
         except (
             Exception
         ) as error:  # torchvision checks hashes, sizes and magic numbers, and unpickles: anything may go wrong
             raise UserError(f"data.path: the files in {root} are not {self.title}'s: unpack them again") from error
-        return _split(train), _split(test)
+        return train, test
 
 
 def _split(part: Any) -> Split:

@@ -129,6 +129,8 @@ def checked(questions: list[SquadQuestion], source: str) -> list[SquadQuestion]:
         for q in questions
         if q.answers and all(text and q.context[at : at + len(text)] == text for text, at in q.answers)
     ]
+    if not questions:
+        raise UserError(f"{source} holds no question")
     if len(good) < max(1, 0.99 * len(questions)):
         raise UserError(
             f"{source}: {len(questions) - len(good)} of {len(questions)} questions have no answer at the given offset"

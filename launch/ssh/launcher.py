@@ -31,6 +31,7 @@ from launch.local import terminal_fd
 from launch.spec import RunSpec
 from launch.ssh import connection
 from launch.ssh.connection import Connections
+from launch.ssh.remote import BEGUN
 from launch.words import count, say
 
 
@@ -167,7 +168,7 @@ class SshLauncher(Launcher):
         code = reports.get(failed, {}).get("code") or 1
         cause = failure.explain(spec.path, killed, failed, code, lost=lost)
         if (named := re.search(r"\bnode (\d+)\b", cause.reason)) and (node := int(named[1])) < self.nodes:
-            said = "" if node in reports else connection.last_line(read_log(_ssh_log(spec, node)))
+            said = "" if node in reports else connection.last_line(read_log(_ssh_log(spec, node)).rpartition(BEGUN)[2])
             say(f"node {node} is {self.hosts[node]}" + (f": {said}" if said else ""), sys.stderr)
         return cause
 

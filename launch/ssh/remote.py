@@ -27,6 +27,8 @@ from launch import environment, failure, process
 from launch.files import write_json
 from launch.supervise import StoppedWatch
 
+BEGUN = "---- connected ----"
+"""In what ssh says: what is above is the host's greeting."""
 KEPT = ("logs", "ranks", "errors", "agents", "curve.csv")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -36,6 +38,7 @@ def run(node: int, run_dir: Path, command: list[str]) -> int:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return 1  # the launcher is gone already
+    print(BEGUN, file=sys.stderr, flush=True)
     request = json.loads(line)
     # Ranks whose torchrun dies become children of this process, which can then find and end them.
     if sys.platform == "linux":
@@ -61,8 +64,11 @@ def run(node: int, run_dir: Path, command: list[str]) -> int:
             try:
                 _report(node, run_dir, code)
             finally:
-                torchrun = {p.pid for p in started}
-                process.end(started, others=lambda: [p for p in process.descendants(os.getpid()) if p not in torchrun])
+                # Ranks first: what they have started, such as W&B's writer, is needed until they have ended.
+                process.end(
+                    started, others=lambda: sorted({*failure.pids(run_dir)} & {*process.descendants(os.getpid())})
+                )
+                process.end([], others=lambda: process.descendants(os.getpid()))
                 shutil.rmtree(run_dir / failure.TORCHRUN, ignore_errors=True)
     return 1 if code is None else code if code >= 0 else 128 - code
 

@@ -202,6 +202,7 @@ def test_host_that_is_lost(site: Site, tmp_path: Path) -> None:
     _, err = launcher.communicate()
     assert launcher.returncode == 1
     assert "error: node 1: the connection to it was lost" in err
+    assert ssh_site.BANNER.strip() not in err
     assert_nothing_left(site, only=range(2))
 
 

@@ -106,6 +106,42 @@ def agent(folder: Path, script: str) -> subprocess.Popen[bytes]:
     return started
 
 
+RANK = """
+import signal, subprocess, sys, time
+from pathlib import Path
+from launch.failure import RankFiles
+folder = Path(sys.argv[1])
+writer = subprocess.Popen(["sleep", "600"], start_new_session=True)
+def end(*_):
+    time.sleep(0.5)
+    (folder / "writer").write_text(f"{writer.pid} {writer.poll()}")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+RankFiles(folder / "run", 0, 0).begin()
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_what_a_rank_needs_to_end_well_is_ended_after_it(tmp_path: Path) -> None:
+    """W&B's writer, in a session of its own: without it the end of a run was not recorded."""
+    (tmp_path / "rank.py").write_text(RANK)
+    command = shlex.join([sys.executable, str(tmp_path / "rank.py"), str(tmp_path)])
+    started = agent(tmp_path / "run", f"PYTHONPATH={shlex.quote(str(ROOT))} {command}")
+    try:
+        until(lambda: (tmp_path / "run/ranks/rank0.json").exists())
+        assert started.stdin is not None
+        started.stdin.close()
+        started.wait()
+    finally:
+        started.kill()
+        started.wait()
+    writer, code = (tmp_path / "writer").read_text().split()
+    assert code == "None"
+    assert not process.alive(int(writer))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 @pytest.mark.parametrize("how", ["input ends", "command ends"])
 def test_host_ends_what_its_command_leaves(tmp_path: Path, how: str) -> None:

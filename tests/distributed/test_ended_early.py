@@ -31,11 +31,26 @@ print("ended", flush=True)
 """
 
 
-def test_a_script_may_end_between_backward_and_step(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+UNEQUAL = SCRIPT.replace("step == 4", "(step, dist.get_rank()) == (2, 1)")
+
+
+def ended(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(text)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+
+
+def test_a_script_may_end_between_backward_and_step(tmp_path: Path) -> None:
+    done = ended(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("ended") == 2
+
+
+def test_a_rank_with_fewer_batches_than_others_is_what_they_speak_of(tmp_path: Path) -> None:
+    """Gloo's own words are of a connection that was closed."""
+    done = ended(tmp_path, UNEQUAL)
+    assert done.returncode != 0
+    assert "another rank has ended before step 3 was done" in done.stderr
+    assert "give all ranks the same number of batches" in done.stderr

@@ -92,6 +92,7 @@ def in_lightning(rank: int, world: int, folder: Path, resume: bool) -> dict[str,
         found[f"{name} found"] = (method.steps, module.lr > 0, method.param_groups[0]["lr"] == module.lr)
     found["search later"] = search_in_training(lightning, folder / "search")
     found["in a step"] = saved_in_a_step(lightning, folder / "in a step.ckpt")
+    found["failed in a step"] = failed_in_a_step(lightning, folder / "failed in a step")
     found["clip"] = said(lambda: run("Birder", "clipping", 1, gradient_clip_val=1.0))
     found["other"] = said(lambda: run("other", "other", 1))
     return found
@@ -150,6 +151,21 @@ def saved_in_a_step(lightning: ModuleType, path: Path) -> tuple[str, int]:
     error = fitted(lightning, Asks(*METHODS["Birder"]), max_steps=3)
     torch.distributed.barrier()
     return error, int(torch.load(path, weights_only=True)["global_step"])
+
+
+def failed_in_a_step(lightning: ModuleType, folder: Path) -> tuple[str, bool]:
+    """What `fit` raises where a script raises between backward and step, and whether a checkpoint of it is left."""
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    class Fails(Tested(lightning)):  # type: ignore[misc]
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.trainer.global_step == 1:
+                raise ValueError("a bug of the script")
+
+    with pytest.warns(RuntimeWarning, match="on_exception.ckpt is not saved: the step that failed is half done"):
+        error = fitted(lightning, Fails(*METHODS["Birder"]), OnExceptionCheckpoint(folder), enable_checkpointing=True)
+    torch.distributed.barrier()
+    return error, any(folder.glob("*.ckpt"))
 
 
 def next_fold(lightning: ModuleType, trainer: Any, path: Path) -> bool:
@@ -376,6 +392,7 @@ def test_lightning_searches_a_learning_rate_in_mid_training(lit: Found) -> None:
 def test_lightning_saves_after_the_step_that_is_under_way(lit: Found) -> None:
     for found in lit:
         assert found["in a step"] == ("", 2)
+        assert found["failed in a step"] == ("ValueError: a bug of the script", False)
 
 
 def test_lightning_refuses_its_own_clipping_and_other_optimizers(lit: Found) -> None:

@@ -26,7 +26,7 @@ from experiments.workloads.digits import Digits
 from launch.errors import UserError
 from launch.local import free_port
 from launch.spec import RunSpec
-from tests.helpers import runs
+from tests.helpers import runs, wandb_file
 from tests.helpers.ordinary import LOCAL
 from tests.helpers.ranks import fresh_world, run_ranks
 from tests.helpers.tiers import slow, slow_unless
@@ -411,6 +411,26 @@ def test_a_last_update_that_leaves_no_numbers_ends_the_run_too(tmp_path):
     with pytest.raises(RuntimeError, match=r"Diverged: the loss is nan from here on.*: lower optimizer.lr"):
         fresh_world(train_into_nan, 1, make_spec(tmp_path, "r", *given), grouped=False)
     assert not (tmp_path / "results" / "records").exists()
+
+
+def train_unrecorded(rank: int, world: int, spec: RunSpec) -> None:
+    def write(*_: object) -> None:
+        raise UserError("could not write the record: No space left on device")
+
+    loop.record.write = write
+    with contextlib.suppress(UserError):
+        runs.train(rank, world, spec)
+
+
+@pytest.mark.slow
+def test_a_run_without_its_record_has_failed_in_wandb_too(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    given = ["cluster.nodes=1", "train.max_steps=2", "checkpoint.every=0", "wandb=offline"]
+    fresh_world(train_unrecorded, 1, make_spec(tmp_path, "r", *given), grouped=False)
+    (folder,) = tmp_path.rglob("offline-run-*")
+    run = wandb_file.read(folder)
+    assert (run.exit_code, len(run.history)) == (1, 2)
 
 
 @pytest.mark.parametrize("precision", [slow("bf16"), "fp16"])

@@ -40,12 +40,14 @@ hostname "host$1" && mount -t tmpfs tmpfs /run && mkdir -m 755 /run/sshd || exit
 sed 's/^root:[^:]*/root:*/' /etc/shadow > "/run/shadow" && mount --bind /run/shadow /etc/shadow || exit 1
 exec "$2" -D -e -f "$3/sshd_config" -o "ListenAddress=$4"
 """
+BANNER = "#### authorized use only ####\n"
 SSHD_CONFIG = """
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/key.pub
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
+Banner {folder}/banner
 StrictModes no
 UsePAM no
 PidFile none
@@ -74,6 +76,7 @@ class Site:
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(folder / name)]
             subprocess.run(command, check=True)
         (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
+        (folder / "banner").write_text(BANNER)
         host_key = " ".join((folder / "host_key.pub").read_text().split()[:2])
         self.addresses = [network.address(k) for k in range(HOSTS)]
         (folder / "known_hosts").write_text("".join(f"{a} {host_key}\n" for a in self.addresses))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,16 @@ def test_a_full_disk_does_not_hide_why_a_rank_ends(tmp_path: Path, monkeypatch: 
     failure.RankFiles(tmp_path, 0, 0).begin()
     failure.RankFiles(tmp_path, 0, 0).save_error("ValueError", "odd")
     assert not any((tmp_path / "errors").glob("*.json"))
+
+
+def test_ranks_that_a_full_disk_has_silenced_were_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither they nor torchrun could write why they ended."""
+    gone = [{"rank": 0, "node": 0, "pid": 7, "pid_space": "", "state": "running"}]
+    assert "was killed" in failure.explain(tmp_path, gone, 0, 1).reason
+    monkeypatch.setattr(failure.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    assert failure.explain(tmp_path, gone, 0, 1).reason.endswith(
+        "no space left on device; free space or set output_dir=FOLDER on another disk"
+    )
 
 
 def test_the_link_of_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:

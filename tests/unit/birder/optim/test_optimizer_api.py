@@ -297,6 +297,24 @@ def test_a_coordinate_without_gradient_stays_also_where_eps_is_0(name: str) -> N
     assert p[7] == p[8] == 1.0
 
 
+@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam"])
+def test_a_step_that_takes_a_number_far_away_is_said(name: str, eps: float) -> None:
+    """Nearly no gradient while variances are made, and then the bit of all: the loss need not show where that ends."""
+    p = torch.nn.Parameter(torch.zeros(100))
+    optimizer = getattr(birder, name)([p], lr=0.01, eps=eps, warmup_steps=3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(6):
+            p.grad = torch.randn(100, generator=torch.Generator().manual_seed(step))
+            p.grad[7] = 1e-9
+            optimizer.step()
+    far = [str(w.message) for w in said if "more than 1000 lr in a step" in str(w.message)]
+    assert len(far) == (eps == 1e-8)
+    assert (float(p[7].detach().abs()) > 10) == (eps == 1e-8)
+    assert all(line.startswith(f"{name}: ") and "raise eps" in line for line in far)
+
+
 @pytest.mark.parametrize("name", ["QSparseLocalSGD", "SparseLoCo"])
 def test_one_element_cut_out_of_others_trains_as_any(name: str) -> None:
     """Its stride may be any number, and it still counts as contiguous."""

@@ -56,7 +56,7 @@ def test_limits_choose_the_same_questions_for_every_run(tmp_path: Path) -> None:
         ('{"version": "1.1"}', "not in SQuAD 1.1 format: KeyError 'data'"),
         ('{"data": [{"paragraphs": [{"context": "x"}]}]}', "not in SQuAD 1.1 format: KeyError 'qas'"),
         ('{"data": 5}', "not in SQuAD 1.1 format"),
-        ('{"data": []}', "no answer"),
+        ('{"data": []}', "holds no question"),
     ],
 )
 def test_broken_json(tmp_path: Path, content: str, words: str) -> None:

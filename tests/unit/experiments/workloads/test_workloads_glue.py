@@ -133,6 +133,9 @@ def test_glue_bad_input(glue_root: Path, tmp_path: Path) -> None:
     (tmp_path / "RTE" / "dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta\tb\tperhaps\n")
     with pytest.raises(UserError, match=r"1 of 1 rows are not RTE's"):
         read_tsv(tmp_path / "RTE" / "dev.tsv", TASKS["rte"])
+    (tmp_path / "RTE" / "dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n")
+    with pytest.raises(UserError, match=r"dev\.tsv holds no row"):
+        read_tsv(tmp_path / "RTE" / "dev.tsv", TASKS["rte"])
     (tmp_path / "scores.tsv").write_text("sentence1\tsentence2\tscore\na\tb\tnan\n")  # as pandas writes what is missing
     with pytest.raises(UserError, match=r"1 of 1 rows are not STS-B's"):
         read_tsv(tmp_path / "scores.tsv", TASKS["stsb"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -281,6 +282,21 @@ def test_torchvision_data_missing_or_broken(kind: type[SmallImages], tmp_path: P
     workload.check()
     with pytest.raises(UserError, match="are not"):
         workload.prepare(Shard())
+
+
+@pytest.mark.parametrize("wrong", ["labels of another split", "a class that there is not", "images of another size"])
+def test_images_and_labels_that_do_not_belong_together(tmp_path: Path, wrong: str) -> None:
+    raw = fashion_mnist(tmp_path) / "FashionMNIST" / "raw"
+    images, labels = raw / "train-images-idx3-ubyte", raw / "train-labels-idx1-ubyte"
+    if wrong == "labels of another split":
+        labels.write_bytes((raw / "t10k-labels-idx1-ubyte").read_bytes())
+    elif wrong == "a class that there is not":
+        labels.write_bytes(labels.read_bytes()[:-1] + bytes([77]))
+    else:
+        content = images.read_bytes()
+        images.write_bytes(content[:8] + struct.pack(">II", 14, 56) + content[16:])
+    with pytest.raises(UserError, match="are not Fashion-MNIST's: unpack them again"):
+        FashionMNIST(str(tmp_path)).prepare(Shard())
 
 
 @pytest.mark.parametrize("kind", [ResNet50, Cifar100, FashionMNIST])

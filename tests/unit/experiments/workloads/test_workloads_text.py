@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from experiments.workloads.base import Shard
+from experiments.workloads.files import reading
 from experiments.workloads.gpt2 import GPT2
 from experiments.workloads.ordering import generator
 from experiments.workloads.ptb import PennTreebank
@@ -239,6 +240,10 @@ def test_wikipedia_bad_input(tmp_path: Path) -> None:
         Wikipedia(data_path=str(tmp_path / "absent")).check()
     with pytest.raises(UserError, match=r"no \.txt file"):
         Wikipedia(data_path=str(tmp_path)).check()
+    (tmp_path / "a.txt").symlink_to(tmp_path / "absent.txt")
+    with pytest.raises(UserError, match=r"cannot read .*a\.txt: No such file"), reading(tmp_path):
+        Wikipedia(data_path=str(tmp_path)).check()
+    (tmp_path / "a.txt").unlink()
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(UserError, match="is empty"):
         Wikipedia(data_path=str(tmp_path)).check()
