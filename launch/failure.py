@@ -158,7 +158,7 @@ def explain(run_dir: Path, killed: list[dict[str, Any]], agent: int, code: int, 
         return Cause(lost)
     if code < 0 and not causes:
         return Cause(f"node {agent}: its torchrun agent was ended by {_signal_name(-code)}")
-    if not causes and shutil.disk_usage(run_dir).free < FULL:
+    if not causes and _is_full(run_dir):
         return Cause(f"{run_dir}: no space left on device; free space or set output_dir=FOLDER on another disk")
     killed = killed or _killed_in_logs(run_dir, errors)
     if killed and not causes:
@@ -211,6 +211,13 @@ def is_consequence(kind: str, message: str) -> bool:
         kind in ("RuntimeError", "OSError", "UserError", "CheckpointException")
         and _CONNECTION.search(message) is not None
     )
+
+
+def _is_full(run_dir: Path) -> bool:
+    try:
+        return shutil.disk_usage(run_dir).free < FULL
+    except OSError:  # the folder is gone
+        return False
 
 
 def _most_missed(run_dir: Path, errors: list[dict[str, Any]]) -> str | None:

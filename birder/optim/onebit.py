@@ -222,7 +222,10 @@ class OneBitMethod(OneBitMean):
 
     def note_far(self, unit: Unit, numerator: Tensor, *, lr: float, correction: float = 1.0, step: int) -> None:
         """Counts the numbers for which numerator / (sqrt(v) / correction + eps) is more than FAR lr. Once the variance is
-        frozen they go as far in every step. More and more seldom, on one of the ranks that have the same."""
+        frozen they go as far in every step. More and more seldom, on one of the ranks that have the same.
+
+        lr: what stands for it in `numerator`; 1 - beta1^t where that is m without bias correction.
+        """
         frozen_for = step - self.warmup_steps
         if (
             self._far.warned

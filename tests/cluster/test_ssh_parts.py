@@ -125,7 +125,7 @@ while True:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_what_a_rank_needs_to_end_well_is_ended_after_it(tmp_path: Path) -> None:
-    """W&B's writer, in a session of its own: without it the end of a run was not recorded."""
+    """As W&B's writer, which was ended together with the ranks, so that the end of a run was not recorded."""
     (tmp_path / "rank.py").write_text(RANK)
     command = shlex.join([sys.executable, str(tmp_path / "rank.py"), str(tmp_path)])
     started = agent(tmp_path / "run", f"PYTHONPATH={shlex.quote(str(ROOT))} {command}")

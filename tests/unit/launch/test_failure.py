@@ -67,6 +67,7 @@ def test_ranks_that_a_full_disk_has_silenced_were_not_killed(tmp_path: Path, mon
     """Neither they nor torchrun could write why they ended."""
     gone = [{"rank": 0, "node": 0, "pid": 7, "pid_space": "", "state": "running"}]
     assert "was killed" in failure.explain(tmp_path, gone, 0, 1).reason
+    assert "was killed" in failure.explain(tmp_path / "removed meanwhile", gone, 0, 1).reason
     monkeypatch.setattr(failure.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
     assert failure.explain(tmp_path, gone, 0, 1).reason.endswith(
         "no space left on device; free space or set output_dir=FOLDER on another disk"
