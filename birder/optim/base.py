@@ -45,6 +45,8 @@ MISSED = (
     (re.compile("closed by peer|reset by peer|Broken pipe|remote process exited", re.IGNORECASE), GONE),
 )
 """What a collective raises where other ranks do not come, and what that means."""
+PLACE = re.compile(r"^\[[^]]*\] *")
+"""The line of gloo's source that its message begins with."""
 
 
 class BucketOptimizer(Guards):
@@ -275,7 +277,7 @@ class BucketOptimizer(Guards):
             if isinstance(error, RuntimeError):
                 for words, meaning in MISSED:
                     if words.search(str(error)):
-                        why = str(error).splitlines()[0]
+                        why = PLACE.sub("", str(error).splitlines()[0]).partition(". ")[0]
                         raise RuntimeError(meaning.format(step=self.steps + 1, why=why)) from error
             raise
         return loss

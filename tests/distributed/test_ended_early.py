@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+import birder
 from tests.helpers import ROOT
 
 SCRIPT = """
@@ -54,3 +58,25 @@ def test_a_rank_with_fewer_batches_than_others_is_what_they_speak_of(tmp_path: P
     assert done.returncode != 0
     assert "another rank has ended before step 3 was done" in done.stderr
     assert "give all ranks the same number of batches" in done.stderr
+
+
+LONG = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:16269: Connection reset "
+    "by peer. This is typically due to a crash in the remote process, or to a network that is down; more and more of it"
+)
+"""What a connection that ends with data unread gives instead of "Connection closed by peer"."""
+
+
+def test_gloos_long_line_is_not_quoted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = birder.Birder([torch.nn.Parameter(torch.zeros(3))])
+
+    def lost() -> None:
+        raise RuntimeError(LONG)
+
+    monkeypatch.setattr(optimizer, "stepping", lost)
+    with pytest.raises(RuntimeError, match="has ended before step 1") as said:
+        optimizer.step()
+    assert "Connection reset by peer" in str(said.value)
+    assert "pair.cc" not in str(said.value)
+    assert "typically" not in str(said.value)
+    assert str(said.value.__cause__) == LONG
