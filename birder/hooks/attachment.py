@@ -24,7 +24,7 @@ from birder.comm.groups import give_back
 from birder.comm.launcher import Said, said
 from birder.comm.nodes import decided
 from birder.optim.base import WIRES, BucketOptimizer, Plan
-from birder.optim.guards import BACKWARD, TWICE, say
+from birder.optim.guards import BACKWARD, TWICE, say, who_is_missing
 
 
 class Detached:
@@ -109,7 +109,7 @@ class Attachment(NotCopied):
     def replace(self, names: dict[Tensor, str]) -> None:
         """Takes the place of the optimizer's earlier attachment, which is closed. names: of the model's parameters."""
         optimizer = self.optimizer
-        earlier, optimizer.attachment = optimizer.attachment, self
+        earlier, optimizer.attachment, optimizer._virtual = optimizer.attachment, self, False
         if earlier is not None:
             earlier.close()
         optimizer._names = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
@@ -142,7 +142,8 @@ class Attachment(NotCopied):
 
     def _compare(self) -> None:
         optimizer = self.optimizer
-        run(optimizer.comm, say(optimizer.comm, optimizer.steps + 1, BACKWARD, optimizer.device))
+        with who_is_missing(step := optimizer.steps + 1):
+            run(optimizer.comm, say(optimizer.comm, step, BACKWARD, optimizer.device))
 
     def all_reduce_mean(self, buffer: Tensor, number: int, wire: torch.dtype | None = None) -> Future[Any]:
         """Starts to replace `buffer` by its mean over the link's ranks, sent as `wire`, the optimizer's if not given; it may

@@ -31,7 +31,7 @@ from birder.hooks.bucket_hook import bucket_hook
 from birder.hooks.other_optimizers import watch
 from birder.optim.base import WIRES, BucketOptimizer, Plan
 from birder.optim.checks import require_flag
-from birder.optim.guards import BACKWARD, READY, say
+from birder.optim.guards import BACKWARD, READY, say, who_is_missing
 
 
 class BucketAttachment(Attachment):
@@ -50,7 +50,8 @@ class BucketAttachment(Attachment):
     def before_forward(self, rebuilds: bool) -> None:
         begun = self._compared and not self.opened and not self.closed  # a pass has begun, and no step has been taken
         if begun and (rebuilds or self.overlap):
-            run(self.optimizer.comm, self._say_where(BACKWARD))
+            with who_is_missing(self.optimizer.steps + 1):
+                run(self.optimizer.comm, self._say_where(BACKWARD))
 
     def _say_where(self, what: int) -> Requests[None]:
         optimizer, step = self.optimizer, self.optimizer.steps + 1
@@ -88,7 +89,8 @@ class BucketAttachment(Attachment):
         that rank's messages for ever, and the loss scales would drift apart.
         """
         optimizer = self.optimizer
-        run(optimizer.comm, mark_overflow(optimizer._gradients(), optimizer.device))
+        with who_is_missing(optimizer.steps + 1):
+            run(optimizer.comm, mark_overflow(optimizer._gradients(), optimizer.device))
 
 
 Sent = dict[torch.dtype, tuple[BucketAttachment, list[int]]]

@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from birder.comm import ByteCounter, Requests, Topology
 from birder.comm.runtime import OwnTurn, lockstep
 from birder.comm.virtual import communicators, links, ring_sum
-from birder.hooks.attachment import done, mark_overflow, odd_ranks
+from birder.hooks.attachment import check_reducer, done, mark_overflow, odd_ranks
 from birder.hooks.bucket_hook import bucket_hook
 from birder.optim.base import WIRES, BucketOptimizer, Plan
 from birder.optim.checks import require_flag
+from birder.optim.watch import bit_sums
 
 
 class TotalCounter(ByteCounter):
@@ -57,13 +58,18 @@ class VirtualRanks:
                 loss(model, batches[rank]).backward()
         ranks.step()
 
-    Outside of `turn` the model is rank 0's. Each rank keeps its own parameters, gradient and random state; buffers (batch
-    statistics) begin each step as rank 0's, as under DDP. Memory: 12 bytes for each parameter and rank, the largest bucket
-    once for each rank, and the optimizers' state. Ranks of a method that does not compress are equal after every step: the
-    first optimizer steps for all of them, the others do not change, and parameters and state are kept once.
+    Outside of `turn` the model is rank 0's, without gradients: to clip, give the optimizers `max_grad_norm`. Weights that are
+    changed there (a checkpoint that is loaded, weights clamped) change on all ranks. Each rank keeps its own parameters,
+    gradient and random state; buffers (batch statistics) begin each step as rank 0's, as under DDP. No other optimizer sees
+    gradients. `ranks.zero_grad()` instead of `step` leaves a step out on every rank.
 
-    Raises ValueError where sizes do not fit, and where optimizers differ, later too. RuntimeError from `step` where not every
-    rank has had its turn, and for a parameter that was unfrozen meanwhile.
+    Memory: 12 bytes for each parameter and rank, the largest bucket once for each rank, and the optimizers' state. Ranks of a
+    method that does not compress are equal after every step: the first optimizer steps for all of them, the others count;
+    parameters and state are kept once.
+
+    Raises ValueError where sizes do not fit, and where optimizers differ, later too. RuntimeError where real ranks would wait
+    for each other or go apart: turns that are missing, nested, repeated or without a backward pass, `step` of an optimizer
+    here, weights that only some ranks have changed; and for a parameter that was unfrozen meanwhile.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class VirtualRanks:
             raise ValueError("virtual ranks are one process: the model's process group must be of this process alone")
         if (got := len(set(map(id, self.optimizers)))) != self.size or len(self.optimizers) != self.size:
             raise ValueError(f"{self.size} ranks need as many optimizers, got {got}")
+        check_reducer(model)
         self._compare()
         first = self.optimizers[0]
         self._overlap = overlap and first.max_grad_norm is None
@@ -91,6 +98,8 @@ class VirtualRanks:
         self._bound = self.optimizers[: len(made)]  # those that step
         for optimizer, comm in zip(self._bound, made, strict=True):
             optimizer.bind(comm, OwnTurn(), unit_mb)
+        for optimizer in self.optimizers:
+            optimizer._virtual = True
         counters = [o.comm.counter for o in self._bound] if first.compressed else [ByteCounter() for _ in optimizers]
         self.counter = TotalCounter(counters)
         self._links = links(topology, counters)
@@ -111,15 +120,20 @@ class VirtualRanks:
         # gradients: norms are added up, and matrices multiplied, in the order of memory.
         self._rooms = [[_in_bucket(p.new_empty(p.numel()), p) for p in self._params] for _ in range(self.size)]
         self._scratch: Tensor | None = None
-        self._here = 0
+        self._here: int | None = None
+        """The rank whose turn it is."""
         self._turned: list[int] = []
         """The ranks that have had their turn since the last step."""
+        self._sent: set[int] = set()
+        """Those of them whose gradients came to DDP's hook."""
         self._device = next(model.parameters()).device
         self._states = [random_state(self._device) for _ in range(self.size)]
         if seeds is not None:
             self.seed(seeds)
         model.register_comm_hook(self, bucket_hook)
         self._load(0)
+        self._known = bit_sums(self._values[0])
+        """Tells rank 0's parameters from others: as they were when they were last looked at."""
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seeds each rank's random numbers."""
@@ -134,10 +148,16 @@ class VirtualRanks:
         """Inside, the model is that of `rank`, and backward leaves this rank's gradient. Ranks come in rising order."""
         if rank not in range(self.size):
             raise ValueError(f"rank must be in [0, {self.size}), got {rank}")
+        self._check_outside(f"turn({rank})")
         if rank == 0:
-            self._turned = []
+            if self._sent and self._turned == list(range(self.size)):
+                raise RuntimeError(
+                    "every rank has had its turn, and step() was not called: call step() of VirtualRanks, or its zero_grad() "
+                    "to leave these gradients out; to accumulate, run several passes in one turn"
+                )
+            self.zero_grad()
+            self._take_changes()
             self._start = [b.detach().clone() for b in self._buffers]
-            self._buckets = []
         self._here = rank
         self._turned.append(rank)
         self._grads[rank] = [None] * len(self._params)
@@ -150,23 +170,84 @@ class VirtualRanks:
             self._states[rank] = random_state(self._device)
             if rank == 0:
                 self._first = [b.detach().clone() for b in self._buffers]
+                self._known = bit_sums(self._values[0])
             # DDP's next backward writes into the same buckets.
-            for i, p in enumerate(self._params):
+            for i, (p, value) in enumerate(zip(self._params, self._values[0], strict=True)):
                 if p.grad is not None:
                     self._grads[rank][i] = self._rooms[rank][i].copy_(p.grad.detach())
-                p.grad = None
+                p.data, p.grad = value, None
+            self._here = None
+
+    def zero_grad(self) -> None:
+        """Forgets all turns since the last step, and their gradients: the step is left out on every rank."""
+        self._turned, self._sent, self._buckets = [], set(), []
+        self._grads = [[None] * len(self._params) for _ in range(self.size)]
+
+    def _check_outside(self, call: str) -> None:
+        """Refuses a call inside a turn, and gradients that no turn has: they would count for no rank."""
+        if self._here is not None:
+            raise RuntimeError(f"{call} was called inside turn({self._here}): leave that `with` block first")
+        if any(p.grad is not None for p in self._params):
+            raise RuntimeError(
+                f"before {call} a backward pass outside of turns has left gradients that belong to none of the ranks: call "
+                "backward inside turn(rank), and zero_grad() after a pass that is not for training"
+            )
+
+    def _take_changes(self) -> None:
+        """Weights that were changed outside of turns, on rank 0, become those of all ranks, whose scripts do the same."""
+        for p, value in zip(self._params, self._values[0], strict=True):
+            if (p.shape, p.dtype, p.device) != (value.shape, value.dtype, value.device):
+                raise RuntimeError(
+                    "the model was converted or moved: build DistributedDataParallel and VirtualRanks again"
+                )
+            if p.data_ptr() != value.data_ptr():  # p.data was replaced
+                _copy([value], [p.detach()])
+        self._load(0)
+        before, self._known = self._known, bit_sums(self._values[0])
+        if torch.equal(before, self._known) or len(self._bound) == 1:
+            return
+        first = self.optimizers[0]
+        if first.local_models and first.steps:
+            raise RuntimeError(
+                f"weights were changed outside of turns, where the model is rank 0's, and with {first.kind} ranks have "
+                "different ones: change them in the turn of every rank"
+            )
+        for values in self._values[1:]:
+            _copy(values, self._values[0])
+
+    def _check_equal(self) -> None:
+        """Refuses models that differ where the method has one model for all: their ranks would never meet again."""
+        if len(self._bound) == 1 or self.optimizers[0].local_models:
+            return
+        sums = [self._known, *map(bit_sums, self._values[1:])]
+        if odd := [rank for rank, one in enumerate(sums) if not torch.equal(one, self._known)]:
+            raise RuntimeError(
+                f"ranks {odd} have other weights than rank 0: change weights in the turn of every rank, or outside of turns"
+            )
 
     @torch.no_grad()
     def step(self) -> None:
         """One step of every rank. Afterwards the model is rank 0's."""
-        if self._turned not in ([], list(range(self.size))):
+        self._check_outside("step()")
+        every = list(range(self.size))
+        (turned, self._turned), (sent, self._sent) = (self._turned, []), (self._sent, set())
+        if turned not in ([], every):
             # The others' gradients would count as 0, where real ranks wait for them.
             raise RuntimeError(
-                f"before step() each of {self.size} ranks has one turn, from rank 0 on, got turns of {self._turned}"
+                f"before step() each of {self.size} ranks has one turn, from rank 0 on, got turns of {turned}"
             )
-        if len(self._bound) > 1:
-            self._compare()
-        self._turned = []
+        there = sent or any(g is not None for grads in self._grads for g in grads)
+        if there and (silent := [rank for rank in every if rank not in sent]):
+            raise RuntimeError(
+                f"in their turns ranks {silent} had no backward pass outside of no_sync(), and others would wait for them: "
+                "give all ranks the same number of batches"
+            )
+        if len(self._bound) < self.size:
+            for optimizer in self.optimizers[1:]:
+                optimizer.steps = self.optimizers[0].steps
+        self._compare()
+        self._take_changes()
+        self._check_equal()
         first = self.optimizers[0]
         held = {p for group in first.param_groups for p in group["params"] if p.requires_grad}
         for name, p in self.model.module.named_parameters():
@@ -175,6 +256,18 @@ class VirtualRanks:
                     f"{name} has a gradient but was frozen when virtual ranks were made: build DistributedDataParallel and "
                     "VirtualRanks again"
                 )
+        try:
+            self._update(first)
+        finally:
+            first._virtual = True
+            self.zero_grad()
+            self._load(0)
+            self._known = bit_sums(self._values[0])
+        _copy(self._buffers, self._first)
+        for optimizer in self.optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined] # by which torch's schedulers know of a step
+
+    def _update(self, first: BucketOptimizer) -> None:
         dense = first.plan(first.steps + 1) is Plan.DENSE
         for i in range(len(self._params)):
             # What DDP leaves behind: where a rank has a gradient, those that have none get 0.
@@ -185,13 +278,11 @@ class VirtualRanks:
             self._average()
         if len(self._bound) < self.size:
             self._load(0)
+            first._virtual = False
             first.step()
         else:
             agree = not dense and not self._overlap
             self._together(lambda rank: self._step(rank, agree))
-        self._grads = [[None] * len(self._params) for _ in range(self.size)]
-        self._load(0)
-        _copy(self._buffers, self._first)
 
     def _compare(self) -> None:
         """Refuses what `attach` and steps refuse of real ranks: with other settings their models go apart."""
@@ -219,6 +310,7 @@ class VirtualRanks:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the parameters are the mean over ranks, as in `BucketOptimizer.averaged`."""
+        self._check_outside("averaged()")
         if not self.optimizers[0].local_models or self.size == 1:
             yield
             return
@@ -241,6 +333,8 @@ class VirtualRanks:
 
         Rank 0's, whose first backward precedes DDP's rebuilding of its buckets.
         """
+        if self._here is not None:
+            self._sent.add(self._here)
         if self._here == 0:
             if bucket.index() == 0:  # a second pass adds to the same gradients, which are averaged once
                 self._buckets = []

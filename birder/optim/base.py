@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,24 +28,8 @@ from birder.optim.checks import (
     without_dimensions,
 )
 from birder.optim.contract import WIRES, Method, Plan
-from birder.optim.guards import TWICE, Guards, plain_number
+from birder.optim.guards import TWICE, Guards, plain_number, who_is_missing
 from birder.optim.layout import Unit, gradient, lay_out_shards, local, make_units, round_up, sharded
-
-ALONE = (
-    "other ranks did not come to step {step} in time: one of them left the loop, or skipped the step. p.grad is each rank's "
-    "own, so let all ranks decide by what is the same on all of them, such as an averaged loss ({why})"
-)
-GONE = (
-    "another rank has ended before step {step} was done. What it said comes first; if it ended well, give all ranks the same "
-    "number of batches ({why})"
-)
-MISSED = (
-    (re.compile("Timed out"), ALONE),
-    (re.compile("closed by peer|reset by peer|Broken pipe|remote process exited", re.IGNORECASE), GONE),
-)
-"""What a collective raises where other ranks do not come, and what that means."""
-PLACE = re.compile(r"^\[[^]]*\] *")
-"""The line of gloo's source that its message begins with."""
 
 
 class BucketOptimizer(Guards):
@@ -270,15 +253,13 @@ class BucketOptimizer(Guards):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._virtual:
+            raise RuntimeError("VirtualRanks steps this optimizer: call its step(), after the turn of every rank")
         try:
-            run(self.comm, self.stepping())
-        except BaseException as error:
+            with who_is_missing(self.steps + 1):
+                run(self.comm, self.stepping())
+        except BaseException:
             self.give_up()
-            if isinstance(error, RuntimeError):
-                for words, meaning in MISSED:
-                    if words.search(str(error)):
-                        why = PLACE.sub("", str(error).splitlines()[0]).partition(". ")[0]
-                        raise RuntimeError(meaning.format(step=self.steps + 1, why=why)) from error
             raise
         return loss
 

@@ -153,6 +153,8 @@ class Method(torch.optim.Optimizer):
         """Whether an attachment takes messages during backward, in steps that are not DENSE."""
         self._unstepped = False
         """Whether a backward pass has sent, or will send, messages for a step that has not come yet."""
+        self._virtual = False
+        """Whether `birder.VirtualRanks` steps it, and nobody else may."""
         self.attachment: Any = None
         """The `birder.hooks.attachment.Attachment` that `attach` made last."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -51,6 +53,36 @@ def say(comm: Communicator, step: int, what: int, device: torch.device) -> Reque
             "checkpoint. Make all ranks take the same steps"
         )
     return [w for _, w in said]
+
+
+ALONE = (
+    "other ranks did not come to step {step} in time: one of them left the loop, or skipped the step. p.grad is each rank's "
+    "own, so let all ranks decide by what is the same on all of them, such as an averaged loss ({why})"
+)
+GONE = (
+    "another rank has ended before step {step} was done. What it said comes first; if it ended well, give all ranks the same "
+    "number of batches ({why})"
+)
+MISSED = (
+    (re.compile("Timed out"), ALONE),
+    (re.compile("closed by peer|reset by peer|Broken pipe|remote process exited", re.IGNORECASE), GONE),
+)
+"""What a collective raises where other ranks do not come, and what that means."""
+PLACE = re.compile(r"^\[[^]]*\] *")
+"""The line of gloo's source that its message begins with."""
+
+
+@contextlib.contextmanager
+def who_is_missing(step: int) -> Iterator[None]:
+    """Around a collective of this step: what it raises where other ranks do not come becomes one line for the script."""
+    try:
+        yield
+    except RuntimeError as error:
+        for words, meaning in MISSED:
+            if words.search(str(error)):
+                why = PLACE.sub("", str(error).splitlines()[0]).partition(". ")[0]
+                raise RuntimeError(meaning.format(step=step, why=why)) from error
+        raise
 
 
 def plain_number(value: Any) -> Any:

@@ -142,7 +142,7 @@ class MethodState(Method):
         saved = [self.flat_parameters(unit) for unit in self.units]
         with torch.no_grad(), _saying_who_is_missing():
             run(self.comm, self.average_parameters(counted=False))
-        means = [bit_sums(unit) for unit in self.units]
+        means = [bit_sums(unit.params) for unit in self.units]
         self._within = saved
         try:
             yield
@@ -150,7 +150,7 @@ class MethodState(Method):
             self._within = None
             with torch.no_grad():
                 for unit, flat, mean in zip(self.units, saved, means, strict=True):
-                    same = (bit_sums(unit) == mean).tolist()
+                    same = (bit_sums(unit.params) == mean).tolist()
                     for p, own, as_it_was in zip(unit.params, unit.views(flat), same, strict=True):
                         if as_it_was:
                             p.copy_(own)

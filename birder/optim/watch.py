@@ -7,7 +7,7 @@ too, by an exact sum over their bits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ class GradientWatch:
         device = [g for g in mine if g.is_cuda]
         marks, whole, start = [], looked_at(self._times), mixed(self._times)
         if host and whole:
-            marks.append(torch.stack([bit_sum(_memory(g)) for g in host]))
+            marks.append(bit_sums(host))
         elif host:
             marks.append(torch.cat([_sample(g, start) for g in host]).view(torch.int32))
         if device:
@@ -153,8 +153,8 @@ def _place(g: Tensor) -> int:
 def marks(params: Iterable[Tensor], bits: bool) -> list[int]:
     """What tells the values of these parameters from others: versions; with `bits`, on the CPU, sums over their bits too."""
     several = [p.detach() for p in params]
-    host = [bit_sum(_memory(p)) for p in several if bits and not p.is_cuda]
-    return [p._version for p in several] + (torch.stack(host).tolist() if host else [])
+    host = [p for p in several if bits and not p.is_cuda]
+    return [p._version for p in several] + (bit_sums(host).tolist() if host else [])
 
 
 class ParameterWatch:
@@ -244,9 +244,9 @@ class ParameterWatch:
         return bool(changed)
 
 
-def bit_sums(unit: Unit) -> Tensor:
-    """`bit_sum` of each of the unit's parameters: int64[parameters]."""
-    return torch.stack([bit_sum(_memory(p.detach())) for p in unit.params])
+def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """`bit_sum` of each: int64[tensors]."""
+    return torch.stack([bit_sum(_memory(t.detach())) for t in tensors])
 
 
 def _unit_sum(unit: Unit, flat: Tensor | None) -> Tensor:

@@ -36,6 +36,7 @@ print("ended", flush=True)
 
 
 UNEQUAL = SCRIPT.replace("step == 4", "(step, dist.get_rank()) == (2, 1)")
+NO_BATCH = SCRIPT.replace("    loss =", "    if dist.get_rank() == 1:\n        break\n    loss =")
 
 
 def ended(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
@@ -52,11 +53,12 @@ def test_a_script_may_end_between_backward_and_step(tmp_path: Path) -> None:
     assert done.stdout.count("ended") == 2
 
 
-def test_a_rank_with_fewer_batches_than_others_is_what_they_speak_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "step"), [(UNEQUAL, 3), (NO_BATCH, 1)], ids=["fewer", "none"])
+def test_a_rank_with_fewer_batches_than_others_is_what_they_speak_of(tmp_path: Path, text: str, step: int) -> None:
     """Gloo's own words are of a connection that was closed."""
-    done = ended(tmp_path, UNEQUAL)
+    done = ended(tmp_path, text)
     assert done.returncode != 0
-    assert "another rank has ended before step 3 was done" in done.stderr
+    assert f"another rank has ended before step {step} was done" in done.stderr
     assert "give all ranks the same number of batches" in done.stderr
 
 
