@@ -203,16 +203,17 @@ class VirtualRanks:
             if p.data_ptr() != value.data_ptr():  # p.data was replaced
                 _copy([value], [p.detach()])
         self._load(0)
-        before, self._known = self._known, bit_sums(self._values[0])
-        if torch.equal(before, self._known) or len(self._bound) == 1:
+        now = bit_sums(self._values[0])
+        if torch.equal(now, self._known):
             return
         first = self.optimizers[0]
-        if first.local_models and first.steps:
+        if first.local_models and first.steps and self.size > 1:
             raise RuntimeError(
                 f"weights were changed outside of turns, where the model is rank 0's, and with {first.kind} ranks have "
                 "different ones: change them in the turn of every rank"
             )
-        for values in self._values[1:]:
+        self._known = now
+        for values in self._values[1 : len(self._bound)]:
             _copy(values, self._values[0])
 
     def _check_equal(self) -> None:
@@ -318,11 +319,13 @@ class VirtualRanks:
         with torch.no_grad():
             self._together(lambda rank: self.optimizers[rank].average_parameters(counted=False))
         self._load(0)
+        known, self._known = self._known, bit_sums(self._values[0])
         try:
             yield
         finally:
             for values, saved in zip(self._values, kept, strict=True):
                 _copy(values, saved)
+            self._known = known
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state, of all ranks together."""

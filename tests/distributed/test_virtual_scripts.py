@@ -129,7 +129,10 @@ def ways(rank: int, world: int, name: str) -> dict[str, str]:
     def clamped(ranks: VirtualRanks, turn: Turn) -> None:
         for p in ranks.model.module.parameters():
             p.data.clamp_(-0.05, 0.05)
-        both(turn, 3)
+        try:
+            both(turn, 3)
+        except RuntimeError:
+            both(turn, 3)  # it is refused again
         ranks.step()
 
     def replaced(ranks: VirtualRanks, turn: Turn) -> None:
