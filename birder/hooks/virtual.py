@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from birder.comm import ByteCounter, Requests, Topology
+from birder.comm.launcher import digest_of
 from birder.comm.runtime import OwnTurn, lockstep
 from birder.comm.virtual import communicators, links, ring_sum
 from birder.hooks.attachment import check_reducer, done, mark_overflow, odd_ranks
@@ -64,7 +65,7 @@ class VirtualRanks:
     gradients. `ranks.zero_grad()` instead of `step` leaves a step out on every rank.
 
     Memory: 12 bytes for each parameter and rank, the largest bucket once for each rank, and the optimizers' state. Ranks of a
-    method that does not compress are equal after every step: the first optimizer steps for all of them, the others count;
+    method that does not compress are equal after every step: the first optimizer steps for all of them, the others stay;
     parameters and state are kept once.
 
     Raises ValueError where sizes do not fit, and where optimizers differ, later too. RuntimeError where real ranks would wait
@@ -243,9 +244,6 @@ class VirtualRanks:
                 f"in their turns ranks {silent} had no backward pass outside of no_sync(), and others would wait for them: "
                 "give all ranks the same number of batches"
             )
-        if len(self._bound) < self.size:
-            for optimizer in self.optimizers[1:]:
-                optimizer.steps = self.optimizers[0].steps
         self._compare()
         self._take_changes()
         self._check_equal()
@@ -287,7 +285,10 @@ class VirtualRanks:
 
     def _compare(self) -> None:
         """Refuses what `attach` and steps refuse of real ranks: with other settings their models go apart."""
-        if odd := odd_ranks([optimizer.digest() for optimizer in self.optimizers]):
+        said = [
+            (*o.settings(), o.steps if o.compressed else 0) for o in self.optimizers
+        ]  # dense: the first steps for all
+        if odd := odd_ranks([digest_of(one) for one in said]):
             raise ValueError(
                 f"the optimizers of ranks {odd} differ from rank 0's in class, hyper-parameters (a schedule changes those of "
                 "every rank) or completed steps: make them equal"

@@ -162,14 +162,18 @@ class BucketOptimizer(Guards):
             raise
 
     def digest(self, *more: Any) -> int:
-        """A 63-bit digest of what all ranks must agree on: class, shapes, hyper-parameters, steps done, and `more`."""
+        """A 63-bit digest of what all ranks must agree on: `settings`, steps done, and `more`."""
+        return digest_of((*self.settings(), self.steps, more))
+
+    def settings(self) -> tuple[Any, ...]:
+        """Class, arguments of the whole optimizer, and of every group hyper-parameters and shapes."""
         given = {p: sorted(names) for p, names in self._given().items()}
         groups = [  # what else a script keeps in its groups is its own
             [(k, plain_number(group.get(k))) for k in sorted(self.by_group)]
             + [[(tuple(p.shape), p.requires_grad, given.get(p)) for p in group["params"]]]
             for group in self.param_groups
         ]
-        return digest_of((self.kind, sorted(self.shared_options.items()), groups, self.steps, more))
+        return self.kind, sorted(self.shared_options.items()), groups
 
     # ---- gradients during backward ----------------------------------------------------------------------------------
 
