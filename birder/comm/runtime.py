@@ -21,6 +21,7 @@ import atexit
 import contextlib
 import inspect
 import queue
+import re
 import threading
 import time
 import weakref
@@ -39,6 +40,8 @@ from birder.comm.trace import Trace, note_wire
 T = TypeVar("T")
 Task = Callable[[], Requests[None] | None]
 """What a pipeline runs. A plain function requests no collectives."""
+PLACE = re.compile(r"^\[[^]]*\] *")
+"""The line of gloo's source that its message begins with."""
 Steps = Generator[Request, None, T]
 """A task that is being performed: it yields each time that something is on its way and it would begin to wait."""
 HIGH = -1
@@ -89,6 +92,11 @@ def run(comm: Communicator, requests: Any) -> Any:
             next(steps)
         except StopIteration as end:
             return end.value
+
+
+def in_short(error: Exception) -> str:
+    """What a collective has raised, to be quoted: its first sentence, without gloo's place and advice."""
+    return PLACE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
 
 
 def asking(found: Any) -> Requests[None]:

@@ -202,8 +202,7 @@ class VirtualRanks:
                     "the model was converted or moved: build DistributedDataParallel and VirtualRanks again"
                 )
             if p.data_ptr() != value.data_ptr():  # p.data was replaced
-                _copy([value], [p.detach()])
-        self._load(0)
+                p.data = value.copy_(p.detach())
         now = bit_sums(self._values[0])
         if torch.equal(now, self._known):
             return
@@ -258,7 +257,6 @@ class VirtualRanks:
         try:
             self._update(first)
         finally:
-            first._virtual = True
             self.zero_grad()
             self._load(0)
             self._known = bit_sums(self._values[0])
@@ -278,17 +276,19 @@ class VirtualRanks:
         if len(self._bound) < self.size:
             self._load(0)
             first._virtual = False
-            first.step()
+            try:
+                first.step()
+            finally:
+                first._virtual = True
         else:
             agree = not dense and not self._overlap
             self._together(lambda rank: self._step(rank, agree))
 
     def _compare(self) -> None:
         """Refuses what `attach` and steps refuse of real ranks: with other settings their models go apart."""
-        said = [
-            (*o.settings(), o.steps if o.compressed else 0) for o in self.optimizers
-        ]  # dense: the first steps for all
-        if odd := odd_ranks([digest_of(one) for one in said]):
+        # Of dense ones the first steps for all.
+        said = [digest_of((*o.settings(), o.steps if o.compressed else 0)) for o in self.optimizers]
+        if odd := odd_ranks(said):
             raise ValueError(
                 f"the optimizers of ranks {odd} differ from rank 0's in class, hyper-parameters (a schedule changes those of "
                 "every rank) or completed steps: make them equal"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import Communicator, GatherRanks, Requests
+from birder.comm.runtime import in_short
 from birder.optim.checks import check_gradient, check_parameter
 from birder.optim.contract import Plan
 from birder.optim.layout import local
@@ -68,8 +69,6 @@ MISSED = (
     (re.compile("closed by peer|reset by peer|Broken pipe|remote process exited", re.IGNORECASE), GONE),
 )
 """What a collective raises where other ranks do not come, and what that means."""
-PLACE = re.compile(r"^\[[^]]*\] *")
-"""The line of gloo's source that its message begins with."""
 
 
 @contextlib.contextmanager
@@ -80,8 +79,7 @@ def who_is_missing(step: int) -> Iterator[None]:
     except RuntimeError as error:
         for words, meaning in MISSED:
             if words.search(str(error)):
-                why = PLACE.sub("", str(error).splitlines()[0]).partition(". ")[0]
-                raise RuntimeError(meaning.format(step=step, why=why)) from error
+                raise RuntimeError(meaning.format(step=step, why=in_short(error))) from error
         raise
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from birder.comm import Mean, Requests, run
+from birder.comm.runtime import in_short
 from birder.optim.agreement import Agreement
 from birder.optim.by_parameter import Flat, by_number, check_layout, layout, numbering, parts, put_back
 from birder.optim.contract import Method, arguments
@@ -140,7 +141,7 @@ class MethodState(Method):
             return
         self.pipeline.wait()
         saved = [self.flat_parameters(unit) for unit in self.units]
-        with torch.no_grad(), _saying_who_is_missing():
+        with torch.no_grad(), _evaluated_by_all():
             run(self.comm, self.average_parameters(counted=False))
         means = [bit_sums(unit.params) for unit in self.units]
         self._within = saved
@@ -399,7 +400,7 @@ class _Torchs(torch.optim.Optimizer):
 
 
 @contextlib.contextmanager
-def _saying_who_is_missing() -> Iterator[None]:
+def _evaluated_by_all() -> Iterator[None]:
     """Warns after a while inside, and names the likely cause where a collective fails: a rank that evaluates alone."""
     timer = threading.Timer(ALONE_S, warnings.warn, (ALONE, RuntimeWarning))
     timer.daemon = True
@@ -407,7 +408,7 @@ def _saying_who_is_missing() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"{ALONE} ({str(error).splitlines()[0]})") from error
+        raise RuntimeError(f"{ALONE} ({in_short(error)})") from error
     finally:
         timer.cancel()
 
